@@ -1,0 +1,1 @@
+"""Paper tier: what a person writes, and what follows from it by arithmetic. No torch."""

@@ -1,0 +1,189 @@
+"""Architecture: every number that defines a model. It is saved with the weights and names no device.
+
+Plain dataclasses, not pydantic: the file travels with exported models, whose readers have transformers alone.
+"""
+
+import dataclasses
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moe_zoo.spec.errors import RecipeError, did_you_mean
+
+STRICT = {"extra": "forbid"}  # read by pydantic when a recipe holds these classes
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention with rotary positions: ``num_heads / num_kv_heads`` queries share a key."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3, OLMoE)
+
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_heads", "num_kv_heads", "head_dim", "rope_theta")
+        if self.num_heads % self.num_kv_heads:
+            raise RecipeError(
+                f"attention.num_kv_heads: {self.num_kv_heads}; must divide num_heads = {self.num_heads}; "
+                f"{self.num_heads} keeps every head its own keys"
+            )
+        if self.head_dim % 2:
+            raise RecipeError(f"attention.head_dim: {self.head_dim}; rotary pairs need an even number; change it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardSpec:
+    """One FFN, dense or one expert: ``activation(x W_up) W_down``, or gated, ``(act(x W_gate) * x W_up) W_down``."""
+
+    d_ff: int
+    activation: Literal["relu", "gelu", "silu"] = "silu"
+    gated: bool = True  # silu + gated = SwiGLU, gelu + gated = GEGLU, relu ungated = Switch
+
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        _positive(self, "d_ff")
+        _one_of(self, "activation", ("relu", "gelu", "silu"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How a token chooses its experts.
+
+    ``softmax``, ``top_k = 1``, a capacity factor and jitter make the Switch router (arXiv:2101.03961);
+    ``sigmoid`` with ``selection_bias`` and ``normalize`` that of DeepSeek-V3 (arXiv:2412.19437, eqs. 12-16).
+    """
+
+    num_experts: int
+    top_k: int = 1
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = False  # chosen weights sum to one
+    scale: float = 1.0  # multiplies the weights
+    selection_bias: bool = False  # added to the scores for the choice alone; moved by balance.method = bias
+    jitter: float = 0.0  # router input times uniform(1 - jitter, 1 + jitter) in training
+    capacity_factor: float | None = None  # slots an expert takes per sequence, over the mean; None never drops
+    eval_capacity_factor: float | None = None
+
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_experts", "top_k", "scale")
+        _one_of(self, "score", ("softmax", "sigmoid"))
+        if self.top_k > self.num_experts:
+            raise RecipeError(
+                f"router.top_k: {self.top_k}; a token cannot choose more than num_experts = {self.num_experts}; "
+                f"lower it"
+            )
+        if not 0 <= self.jitter < 1:
+            raise RecipeError(f"router.jitter: {self.jitter}; must be at least 0 and below 1; Switch uses 0.01")
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            factor = getattr(self, name)
+            if factor is not None and factor <= 0:
+                raise RecipeError(f"router.{name}: {factor}; must be positive; null never drops a token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """The sparse feed-forward of a model, and the layers that have one."""
+
+    router: RouterSpec
+    experts: FeedForwardSpec
+    shared: FeedForwardSpec | None = None  # an expert that every token visits
+    first_layer: int = 0  # first sparse layer
+    every: int = 1  # sparse layers are first_layer, first_layer + every, ...
+
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        _positive(self, "every")
+        if self.first_layer < 0:
+            raise RecipeError(f"moe.first_layer: {self.first_layer}; layers count from 0; raise it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A decoder of ``num_layers`` blocks; block i is sparse where ``is_sparse(i)``."""
+
+    vocab_size: int
+    d_model: int
+    num_layers: int
+    attention: AttentionSpec
+    feed_forward: FeedForwardSpec  # of the dense layers
+    moe: MoESpec | None = None
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    init_std: float = 0.02  # of every matrix; those that write to the residual stream get init_std / sqrt(2 layers)
+
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        _positive(self, "vocab_size", "d_model", "num_layers", "norm_eps", "init_std")
+        _one_of(self, "norm", ("rmsnorm", "layernorm"))
+        if self.moe and not self.sparse_layers:
+            raise RecipeError(
+                f"moe.first_layer: {self.moe.first_layer}; the model has layers 0 to {self.num_layers - 1}; "
+                f"lower it, or set moe to null"
+            )
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether block ``layer`` (from 0) has experts."""
+        moe = self.moe
+        return moe is not None and layer >= moe.first_layer and (layer - moe.first_layer) % moe.every == 0
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        """Indices of the blocks that have experts."""
+        return [layer for layer in range(self.num_layers) if self.is_sparse(layer)]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts per sparse layer; 0 in a dense model."""
+        return self.moe.router.num_experts if self.moe else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested values, as they stand in a recipe or a ``config.json``."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Architecture":
+        """The inverse of ``to_dict``. Raises ``RecipeError`` on an unknown or missing key, or an impossible number."""
+        return _build(cls, values, "model")
+
+
+def _build(cls: type, values: dict[str, Any], where: str) -> Any:
+    kinds = typing.get_type_hints(cls)
+    for key in values:
+        if key not in kinds:
+            raise RecipeError(f"{where}.{key}: unknown key; {did_you_mean(key, kinds)}")
+    made = {}
+    for field in dataclasses.fields(cls):
+        if field.name not in values:
+            if field.default is dataclasses.MISSING:
+                raise RecipeError(f"{where}.{field.name}: missing; every model needs it; add it")
+            continue
+        value, nested = values[field.name], _nested(kinds[field.name])
+        made[field.name] = _build(nested, value, f"{where}.{field.name}") if nested and value is not None else value
+    return cls(**made)
+
+
+def _nested(kind: Any) -> type | None:
+    return next((k for k in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(k)), None)
+
+
+def _positive(spec: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(spec, name)
+        if not value > 0:
+            raise RecipeError(f"model {name}: {value}; must be positive; raise it")
+
+
+def _one_of(spec: Any, name: str, known: tuple[str, ...]) -> None:
+    value = getattr(spec, name)
+    if value not in known:
+        raise RecipeError(f"model {name}: {value!r}; {did_you_mean(str(value), known)}")
