@@ -94,8 +94,9 @@ def _parse_value(override: str, text: str) -> Any:
 
 def _origin(error: str, path: str | Path, overrides: Sequence[str]) -> str:
     """Who wrote the key an error begins with."""
-    key = error.partition(":")[0]
-    return "command line" if any(key == override.partition("=")[0] for override in overrides) else str(path)
+    key = error.partition(":")[0] + "."
+    overridden = any((override.partition("=")[0] + ".").startswith(key) for override in overrides)
+    return "command line" if overridden else str(path)
 
 
 def _over(parent: Values, child: Values) -> Values:

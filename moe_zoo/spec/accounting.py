@@ -1,0 +1,111 @@
+"""Parameters, FLOPs and bytes of a model, by arithmetic on its Architecture alone.
+
+Letters: D model width, F expert width, E experts, K choices, H heads, S sequence, V vocabulary, L layers.
+"""
+
+from typing import NamedTuple
+
+from moe_zoo.spec.architecture import Architecture, FeedForwardSpec
+
+# bf16: weight 2, gradient 2, master and moments 12; fp32: 4 of each. Source: ZeRO, arXiv:1910.02054, section 3.1.
+TRAINING_BYTES_PER_PARAMETER = 16
+
+
+class Parameters(NamedTuple):
+    """Parameters by where they sit, over all layers. A router's selection bias is a buffer and not counted."""
+
+    embedding: int  # V D
+    attention: int  # q, k, v, o without biases, and the qk-norms
+    norms: int  # two per block and the final one
+    feed_forward: int  # of the dense layers
+    router: int  # E D per sparse layer
+    experts: int  # all of them
+    shared: int
+    head: int  # V D; 0 where tied to the embedding
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def parameters(architecture: Architecture) -> Parameters:
+    """What ``sum(p.numel() for p in model.parameters())`` gives, by part."""
+    D, L = architecture.d_model, architecture.num_layers
+    moe, num_sparse = architecture.moe, len(architecture.sparse_layers)
+    vocabulary = architecture.vocab_size * D
+    norm = D if architecture.norm == "rmsnorm" else 2 * D
+    return Parameters(
+        embedding=vocabulary,
+        attention=L * (_attention_matrices(architecture) + 2 * _qk_norm(architecture)),
+        norms=(2 * L + 1) * norm,
+        feed_forward=(L - num_sparse) * _ffn(architecture.feed_forward, D),
+        router=num_sparse * moe.router.num_experts * D if moe else 0,
+        experts=num_sparse * moe.router.num_experts * _ffn(moe.experts, D) if moe else 0,
+        shared=num_sparse * _ffn(moe.shared, D) if moe and moe.shared else 0,
+        head=0 if architecture.tie_embeddings else vocabulary,
+    )
+
+
+def num_parameters(architecture: Architecture) -> int:
+    """Every trained number of the model."""
+    return parameters(architecture).total
+
+
+def num_active_parameters(architecture: Architecture) -> int:
+    """The parameters one token meets: K of the E experts per sparse layer, and all else, embeddings included."""
+    counts = parameters(architecture)
+    return counts.total - counts.experts + _active_experts(architecture, counts)
+
+
+def forward_flops_per_token(architecture: Architecture, seq_len: int) -> int:
+    """FLOPs of one token in a forward pass.
+
+    ``2 * (matrix parameters the token is multiplied with) + 4 L S H head_dim``: an element of a matrix costs one
+    multiply and one add; scores and their use on the values cost ``2 S H head_dim`` each, with no discount for the
+    causal mask. Norms, activations, rotations and the embedding's look-up are not counted, dropped tokens are not
+    subtracted. Source: PaLM, arXiv:2204.02311, appendix B, of which this is a third (it counts the backward pass).
+    """
+    counts = parameters(architecture)
+    attention = architecture.attention
+    matrices = (
+        architecture.num_layers * _attention_matrices(architecture)
+        + counts.feed_forward
+        + counts.router
+        + _active_experts(architecture, counts)
+        + counts.shared
+        + architecture.vocab_size * architecture.d_model  # the head, tied or not
+    )
+    return 2 * matrices + 4 * architecture.num_layers * seq_len * attention.num_heads * attention.head_dim
+
+
+def training_flops_per_token(architecture: Architecture, seq_len: int) -> int:
+    """Forward and backward, the latter twice the former. Recompute is not counted."""
+    return 3 * forward_flops_per_token(architecture, seq_len)
+
+
+def weight_bytes(architecture: Architecture, bytes_per_parameter: int = 2) -> int:
+    """Size of the weights alone; 2 bytes for bf16, 4 for fp32."""
+    return bytes_per_parameter * num_parameters(architecture)
+
+
+def training_bytes(architecture: Architecture) -> int:
+    """Weights, gradients, master weights and AdamW moments, over all ranks together. No activations."""
+    return TRAINING_BYTES_PER_PARAMETER * num_parameters(architecture)
+
+
+def _attention_matrices(architecture: Architecture) -> int:
+    attention = architecture.attention
+    return 2 * architecture.d_model * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
+
+
+def _qk_norm(architecture: Architecture) -> int:
+    return architecture.attention.head_dim if architecture.attention.qk_norm else 0
+
+
+def _ffn(spec: FeedForwardSpec, d_model: int) -> int:
+    return (3 if spec.gated else 2) * d_model * spec.d_ff
+
+
+def _active_experts(architecture: Architecture, counts: Parameters) -> int:
+    moe = architecture.moe
+    return counts.experts // moe.router.num_experts * moe.router.top_k if moe else 0
