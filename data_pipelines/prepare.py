@@ -1,0 +1,261 @@
+"""Preparation: a corpus -> tokens -> shuffled rows in shards, with an index written last.
+
+Documents become ``bos tokens eos``, stand one after the other, and are cut in rows that overlap by one token: row i
+holds tokens ``i * seq_len ... (i + 1) * seq_len``, so every token is predicted once. Rows are shuffled once here.
+"""
+
+import fcntl
+import io
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from xxhash import xxh3_128_hexdigest
+
+from data_pipelines.corpus import documents
+from data_pipelines.errors import DataError
+from data_pipelines.jobs import Workers, worker_count
+from data_pipelines.order import derive_key, shuffle
+from data_pipelines.parts import SPLITS, Part, cut_parts, join_parts, stored_dtype, tokenize_parts
+from data_pipelines.shards import BLOCK_BYTES, FORMAT, TOKEN_BYTES, Shard, ShardIndex, encode_shard
+from data_pipelines.store import LocalStore, Store, open_store
+from data_pipelines.tokenizer import SUMS, Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+Progress = Callable[[str, int, int], None]  # (stage, done, total)
+REQUEST, SUMMARY = "request.json", "prepared.json"
+
+
+@dataclass(frozen=True)
+class PrepareSpec:
+    source: str | Path  # "stdlib", a folder, or a .jsonl(.gz) file
+    tokenizer: str | Path  # a folder of tokenizers/
+    output: str | Path  # a folder or s3://bucket/prefix
+    seq_len: int
+    heldout_percent: int = 5
+    shard_mib: int = 8
+    seed: int = 0
+    workers: int = 0  # processes; 0: as many as pay
+    work: str | Path | None = None  # local scratch; None: inside a local output, else under ~/.cache
+
+
+class PreparedSummary(NamedTuple):
+    url: str
+    fingerprint: str
+    num_documents: int
+    train_rows: int
+    valid_rows: int
+    train_tokens: int
+    valid_tokens: int
+    bytes_per_token: float  # of the train split
+
+
+def prepare(spec: PrepareSpec, progress: Progress | None = None) -> PreparedSummary:
+    """Bring ``spec.output`` to a finished preparation: at once if it is one, from where it stopped if it was begun."""
+    _check(spec)
+    report = progress or (lambda stage, done, total: None)
+    tokenizer, store = load_tokenizer(spec.tokenizer), open_store(spec.output)
+    parts = [part for part, _ in cut_parts(documents(spec.source), spec.heldout_percent)]
+    request = _request(spec, tokenizer, parts)
+    fingerprint = blake2b(json.dumps(request).encode(), digest_size=16).hexdigest()
+    _refuse_another(store, request)
+    with _work_folder(spec, store, fingerprint) as work:
+        if (raw := store.read(SUMMARY)) is not None:
+            return PreparedSummary(**(json.loads(raw) | {"url": store.url}))
+        store.write(REQUEST, _as_json(request))
+        with Workers(worker_count(spec.workers, len(parts))) as workers:
+            return _Run(spec, tokenizer, store, parts, work, workers, report, fingerprint).all()
+
+
+def _check(spec: PrepareSpec) -> None:
+    for name, low, high in (("seq_len", 1, 1 << 20), ("heldout_percent", 0, 50), ("shard_mib", 1, 4096)) + (
+        ("seed", 0, 1 << 63),
+        ("workers", 0, 4096),
+    ):
+        value = getattr(spec, name)
+        if type(value) is not int or not low <= value <= high:
+            raise DataError(f"prepare.{name}: {value!r}; a whole number from {low} to {high}; change it")
+
+
+def _request(spec: PrepareSpec, tokenizer: Tokenizer, parts: list[Part]) -> dict:
+    """What decides the output's bytes; where the corpus lies and how many workers there are do not."""
+    corpus = blake2b("\n".join(p.file_name + p.digest for p in parts).encode(), digest_size=16).hexdigest()
+    numbers = {name: getattr(spec, name) for name in ("seq_len", "heldout_percent", "shard_mib", "seed")}
+    return {"format": FORMAT, **numbers, "tokenizer": tokenizer.sha256[:32], "corpus": corpus}
+
+
+def _refuse_another(store: Store, request: dict) -> None:
+    if (raw := store.read(REQUEST)) is None:
+        return
+    for name, old in json.loads(raw).items():
+        if old != request.get(name):
+            raise DataError(
+                f"prepare.output: {store.url} was prepared with {name} {old}, now {request.get(name)}; "
+                f"one folder holds one preparation; choose another output, or delete this one"
+            )
+
+
+@contextmanager
+def _work_folder(spec: PrepareSpec, store: Store, fingerprint: str) -> Iterator[Path]:
+    """Scratch for unfinished work, held by one process at a time and removed when the work is finished."""
+    if spec.work is not None:
+        work = Path(spec.work) / fingerprint
+    elif isinstance(store, LocalStore):
+        work = store.root / ".work"
+    else:
+        work = Path.home() / ".cache" / "moe-zoo" / "prepare" / fingerprint
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting: another process prepares %s", store.url)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        work.mkdir(parents=True, exist_ok=True)  # the one we waited for removed it
+        yield work
+        shutil.rmtree(work)
+
+
+class _Run:
+    """One preparation: what all its stages need."""
+
+    def __init__(
+        self,
+        spec: PrepareSpec,
+        tokenizer: Tokenizer,
+        store: Store,
+        parts: list[Part],
+        work: Path,
+        workers: Workers,
+        report: Progress,
+        fingerprint: str,
+    ):
+        self.spec, self.tokenizer, self.store, self.parts, self.work = spec, tokenizer, store, parts, work
+        self.workers, self.report, self.fingerprint = workers, report, fingerprint
+        self.dtype = stored_dtype(tokenizer.vocab_size)
+        row_bytes = (spec.seq_len + 1) * np.dtype(self.dtype).itemsize
+        self.rows_per_block = max(1, BLOCK_BYTES // row_bytes)
+        self.blocks_per_shard = max(1, (spec.shard_mib << 20) // (self.rows_per_block * row_bytes))
+
+    def all(self) -> PreparedSummary:
+        self._tokenize()
+        digest = self._write_tokenizer()
+        splits = [split for split in SPLITS if split == "train" or self.spec.heldout_percent]
+        indexes = {split: self._write_split(split, digest) for split in splits}
+        for split, index in indexes.items():
+            self.store.write(f"{split}/index.json", index.to_json())
+        summary = self._summary(indexes["train"], indexes.get("valid"))
+        self.store.write(SUMMARY, _as_json(summary._asdict()))
+        return summary
+
+    def _tokenize(self) -> None:
+        done = 0
+
+        def one_more() -> None:
+            nonlocal done
+            done += 1
+            self.report("tokenize", done, len(self.parts))
+
+        corpus = cut_parts(documents(self.spec.source), self.spec.heldout_percent)
+        tokenize_parts(corpus, self.tokenizer, self.work, self.workers, one_more)
+
+    def _write_tokenizer(self) -> str:
+        """A prepared set is self-contained: it carries its tokenizer and the bytes each token stands for."""
+        folder = self.tokenizer.folder
+        names = [line.split(maxsplit=1)[1] for line in (folder / SUMS).read_text().splitlines() if line.strip()]
+        for name in (*names, SUMS):
+            self.store.write(f"tokenizer/{name}", (folder / name).read_bytes())
+        buffer = io.BytesIO()
+        np.save(buffer, self.tokenizer.token_bytes)
+        self.store.write(TOKEN_BYTES, buffer.getvalue())
+        return xxh3_128_hexdigest(buffer.getvalue())
+
+    def _write_split(self, split: str, token_bytes_digest: str) -> ShardIndex:
+        ids = join_parts(self.parts, self.work, split)
+        num_rows = (ids.stat().st_size // np.dtype(self.dtype).itemsize - 1) // self.spec.seq_len
+        if num_rows < 1:
+            raise DataError(
+                f"prepare.source: {self.spec.source} gives no row of {self.spec.seq_len} tokens to the {split} split; "
+                f"each split needs one; add documents, lower seq_len or change heldout_percent (0: no valid split)"
+            )
+        step = self.rows_per_block * self.blocks_per_shard
+        jobs = [
+            self._shard_job(split, ids, first, min(step, num_rows - first), num_rows)
+            for first in range(0, num_rows, step)
+        ]
+        shards, num_bytes = [], 0
+        for shard, shard_bytes in self.workers.map(_write_shard, jobs):
+            shards.append(shard)
+            num_bytes += shard_bytes
+            self.report(f"write {split}", len(shards), len(jobs))
+        return ShardIndex(
+            dtype=self.dtype,
+            seq_len=self.spec.seq_len,
+            vocab_size=self.tokenizer.vocab_size,
+            bos_id=self.tokenizer.bos_id,
+            eos_id=self.tokenizer.eos_id,
+            num_rows=num_rows,
+            num_tokens=num_rows * self.spec.seq_len,
+            num_bytes=num_bytes,
+            rows_per_block=self.rows_per_block,
+            blocks_per_shard=self.blocks_per_shard,
+            fingerprint=self.fingerprint,
+            token_bytes_digest=token_bytes_digest,
+            shards=shards,
+        )
+
+    def _shard_job(self, split: str, ids: Path, first: int, count: int, num_rows: int) -> tuple:
+        number = first // (self.rows_per_block * self.blocks_per_shard)
+        key = derive_key(self.spec.seed, "stored", split)
+        job = ShardJob(
+            str(self.spec.output), split, number, ids, self.dtype, self.spec.seq_len, first, count, num_rows, key
+        )
+        return job, self.rows_per_block, self.tokenizer.token_bytes
+
+    def _summary(self, train: ShardIndex, valid: ShardIndex | None) -> PreparedSummary:
+        return PreparedSummary(
+            url=self.store.url,
+            fingerprint=self.fingerprint,
+            num_documents=sum(part.num_documents for part in self.parts),
+            train_rows=train.num_rows,
+            valid_rows=valid.num_rows if valid else 0,
+            train_tokens=train.num_tokens,
+            valid_tokens=valid.num_tokens if valid else 0,
+            bytes_per_token=round(train.num_bytes / train.num_tokens, 4),
+        )
+
+
+class ShardJob(NamedTuple):
+    """Which stored rows one shard holds, and where their tokens lie."""
+
+    output: str
+    split: str
+    number: int
+    ids: Path
+    dtype: str
+    seq_len: int
+    first: int
+    count: int
+    num_rows: int
+    key: np.ndarray
+
+
+def _write_shard(job: ShardJob, rows_per_block: int, token_bytes: np.ndarray) -> tuple[Shard, int]:
+    """Gather the rows, write the shard; its index line and the bytes of text it predicts."""
+    ids = np.memmap(job.ids, dtype=job.dtype, mode="r")
+    row = shuffle(np.arange(job.first, job.first + job.count), job.num_rows, job.key)
+    rows = ids[row[:, None] * job.seq_len + np.arange(job.seq_len + 1)]
+    shard, data = encode_shard(f"shard-{job.number:05d}.bin", rows, rows_per_block)
+    open_store(job.output).write(f"{job.split}/{shard.name}", data)
+    return shard, int(token_bytes[rows[:, 1:]].sum())
+
+
+def _as_json(value: dict) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
