@@ -1,0 +1,1 @@
+"""torch.distributed, and nothing about models."""

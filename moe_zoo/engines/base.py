@@ -1,0 +1,193 @@
+"""What every engine does in a step, and the few things in which they differ.
+
+The law: the loss of the world is the sum of what its ranks compute; a parameter's gradient is the sum over its
+replica group, the ranks that hold the same slice. ``factor`` is what an engine's own averaging makes necessary.
+
+Letters: L layers, E experts.
+"""
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_zoo.comm.collectives import sum_over
+from moe_zoo.comm.mesh import Mesh
+from moe_zoo.engines.objective import LossParts, Objective, StepScale, token_loss_sum
+from moe_zoo.layers.moe import MoELayer
+from moe_zoo.layers.router import RouterStats
+from moe_zoo.models.decoder import DecoderOutput
+from moe_zoo.ops.balance import bias_step
+from moe_zoo.ops.documents import IGNORED, PackedRows
+from moe_zoo.parallel.build import PlacedModel
+from moe_zoo.spec.errors import MoeZooError
+from moe_zoo.spec.recipe import Recipe
+
+STATE_KEYS = ("weight", "exp_avg", "exp_avg_sq")
+FetchState = Callable[[str, str, int, int], Tensor]  # (parameter, key, start, length) -> flat fp32 values
+
+
+class MicroBatch(NamedTuple):
+    """Rows of one forward on this rank, and the seeds of their jitter (None: no jitter)."""
+
+    rows: PackedRows
+    row_seeds: Tensor | None = None
+
+
+class Shard(NamedTuple):
+    """This rank's run of a flattened whole parameter: fp32 ``weight``, ``exp_avg`` and ``exp_avg_sq``, all flat."""
+
+    name: str
+    start: int
+    tensors: dict[str, Tensor]
+
+
+class StepStats(NamedTuple):
+    """What one optimizer step did, equal on every rank. Routing statistics are None in a dense model."""
+
+    loss: float  # nats per target
+    balance: float  # 1.0 is even
+    z: float
+    grad_norm: float
+    num_targets: int
+    num_tokens: int
+    counts_LE: Tensor | None  # slots that chose each expert
+    entropy_L: Tensor | None  # mean entropy of the router in nats
+    dropped_L: Tensor | None  # share of slots refused
+
+
+class Engine(abc.ABC):
+    """Owns a placed model and its AdamW."""
+
+    factor: float = 1.0  # every loss is multiplied by it before backward
+
+    def __init__(self, placed: PlacedModel, mesh: Mesh, recipe: Recipe):
+        self.module, self.placements = placed
+        self.mesh, self.recipe = mesh, recipe
+        self.objective = Objective(recipe, mesh.stage_group)
+        self.named = dict(self.module.named_parameters())
+        self.routers = [layer.router for layer in self.module.modules() if isinstance(layer, MoELayer)]
+
+    def step(self, batch: list[MicroBatch], lr: float) -> StepStats:
+        """One optimizer step over the global batch, of which ``batch`` is this rank's part."""
+        scale, parts, stats = self.backward(batch)
+        return self._summary(scale, parts, stats, self.update(lr))
+
+    def backward(self, batch: list[MicroBatch]) -> tuple[StepScale, list[LossParts], list[RouterStats]]:
+        """Gradients of the whole step, summed over micro-batches and replicas, and what was seen on the way."""
+        self.module.train()
+        scale = self._scale(batch)
+        step_counts = self._count(batch) if self.objective.needs_counting_pass(len(batch)) else None
+        parts, stats = [], []
+        with self._window():
+            for index, micro in enumerate(batch):
+                self._begin(is_last=index + 1 == len(batch))
+                output = self.forward(micro)
+                part = self.objective(output, micro.rows.targets, scale, step_counts)
+                (part.total * self.factor).backward()
+                parts.append(part._replace(total=part.total.detach()))
+                if output.stats is not None:
+                    stats.append(RouterStats(*(value.detach().sum(1) for value in output.stats)))
+        return scale, parts, stats
+
+    @torch.no_grad()
+    def evaluate(self, rows: PackedRows) -> tuple[float, int]:
+        """(sum of nats, targets) of these rows over the world. Every rank calls it equally often."""
+        self.module.eval()
+        logits = self.forward(MicroBatch(rows)).logits
+        sums = torch.stack((token_loss_sum(logits, rows.targets).double(), (rows.targets != IGNORED).sum().double()))
+        nats, targets = sum_over(sums, self.mesh.stage_group).tolist()
+        return nats, int(targets)
+
+    @abc.abstractmethod
+    def forward(self, micro: MicroBatch) -> DecoderOutput:
+        """The model on this rank's rows; parameters are gathered as the engine sees fit."""
+
+    @abc.abstractmethod
+    def update(self, lr: float) -> float:
+        """Clip, step the optimizer, return the gradient norm of the whole model before clipping."""
+
+    @abc.abstractmethod
+    def gradient(self, name: str) -> Tensor:
+        """Gradient of the local slice between ``backward`` and ``update``, whole over its replicas (collective)."""
+
+    @abc.abstractmethod
+    def weight(self, name: str) -> Tensor:
+        """fp32 weight of the local slice, whole over its replicas (collective)."""
+
+    @abc.abstractmethod
+    def shards(self) -> list[Shard]:
+        """What this rank saves. Over the world, every element of every parameter stands in exactly one shard."""
+
+    @abc.abstractmethod
+    def load(self, fetch: FetchState, num_steps: int) -> None:
+        """Set weights and moments from ``fetch``, as after ``num_steps`` optimizer steps."""
+
+    @contextlib.contextmanager
+    def _window(self) -> Iterator[None]:
+        """Around all micro-batches of a step; gradients are reduced when it closes."""
+        yield
+
+    def _begin(self, is_last: bool) -> None:
+        """Before each micro-batch."""
+
+    def _call(self, module: nn.Module, micro: MicroBatch) -> DecoderOutput:
+        rows = micro.rows
+        return module(rows.input_ids, rows.positions, rows.mask, micro.row_seeds)
+
+    def _scale(self, batch: list[MicroBatch]) -> StepScale:
+        local = sum((micro.rows.targets != IGNORED).sum() for micro in batch)
+        rows, seq_len = batch[0].rows.input_ids.shape
+        global_rows = rows * len(batch) * self.mesh.dp
+        num_targets = int(sum_over(local, self.mesh.stage_group))
+        if not num_targets:
+            raise MoeZooError("data: a global batch without a single target; every document is empty; check the data")
+        return StepScale(num_targets, global_rows * seq_len, seq_len, global_rows, len(batch))
+
+    @torch.no_grad()
+    def _count(self, batch: list[MicroBatch]) -> Tensor | None:
+        """A forward of every micro-batch for its counts alone: the price of an exact global balance."""
+        stats = [self.forward(micro).stats for micro in batch]
+        if stats[0] is None:
+            return None
+        return self.objective.pooled_counts(sum(s.counts.sum(1, keepdim=True) for s in stats))
+
+    def _checked(self, norm: Tensor) -> Tensor:
+        if not torch.isfinite(norm):
+            raise MoeZooError(
+                f"train: the gradient norm is {norm.item()}; the step was not taken; lower optim.lr, raise "
+                f"optim.warmup_steps or set balance.z_coefficient, and resume from the last checkpoint"
+            )
+        return norm
+
+    def _summary(self, scale: StepScale, parts: list[LossParts], stats: list[RouterStats], norm: float) -> StepStats:
+        totals = torch.stack([torch.stack((part.token, part.balance, part.z)) for part in parts]).sum(0).double()
+        if not stats:
+            loss, _, _ = sum_over(totals, self.mesh.stage_group).tolist()
+            return StepStats(loss, 0.0, 0.0, norm, scale.num_targets, scale.total_tokens, None, None, None)
+        counts, _, _, entropy, dropped = (torch.stack(values).sum(0).double() for values in zip(*stats, strict=True))
+        flat = torch.cat([totals, counts.flatten(), entropy, dropped])
+        totals, counts_E, entropy, dropped = sum_over(flat, self.mesh.stage_group).split(
+            [3, counts.numel(), len(entropy), len(dropped)]
+        )
+        self._move_bias(counts_E.view_as(counts))
+        num_slots = scale.total_tokens * self.objective.top_k
+        return StepStats(
+            *totals.tolist(),
+            norm,
+            scale.num_targets,
+            scale.total_tokens,
+            counts_LE=counts_E.view_as(counts),
+            entropy_L=entropy / scale.total_tokens,
+            dropped_L=dropped / num_slots,
+        )
+
+    def _move_bias(self, counts_LE: Tensor) -> None:
+        if self.recipe.balance.method != "bias":
+            return
+        moves = bias_step(counts_LE, self.recipe.balance.bias_update_rate)
+        for router, move in zip(self.routers, moves, strict=True):
+            router.selection_bias += move

@@ -1,0 +1,292 @@
+"""DeepSpeed ZeRO 0 to 3 under experts spread over ranks.
+
+DeepSpeed's own MoE refuses stage 3. Here every parameter that is not whole carries the tags by which ZeRO shards it
+over its replica group, and DeepSpeed is told of one data-parallel group, all ranks of the stage. It divides every
+gradient, tagged or not, by the size of that group: ``factor`` gives it back.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE as DeepSpeedMoE
+from deepspeed.utils import groups as ds_groups
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import Tensor, nn
+
+from moe_zoo.comm.collectives import sum_over
+from moe_zoo.comm.mesh import Mesh
+from moe_zoo.engines.base import STATE_KEYS, Engine, FetchState, MicroBatch, Shard
+from moe_zoo.engines.optimizer import make_adamw
+from moe_zoo.models.decoder import DecoderOutput
+from moe_zoo.parallel.build import PlacedModel
+from moe_zoo.spec.recipe import Recipe
+
+MOMENTS = STATE_KEYS[1:]
+
+
+class Piece(NamedTuple):
+    """A run of a parameter's local slice: ``length`` elements from ``start`` are ``values[offset:]`` of some buffer."""
+
+    name: str
+    start: int
+    length: int
+    offset: int
+
+
+class DeepSpeedEngine(Engine):
+    """One DeepSpeed engine per rank owns the whole module."""
+
+    def __init__(self, placed: PlacedModel, mesh: Mesh, recipe: Recipe):
+        super().__init__(placed, mesh, recipe)
+        self.stage, self.factor = recipe.parallel.zero_stage, float(mesh.dp)
+        self._tag()
+        self.optimizer = make_adamw(self.named, self.placements, recipe.optim)
+        for group in self.optimizer.param_groups:
+            if group["kind"] != "stage":
+                group["moe"], group["name"] = True, group["kind"]  # ZeRO 1 and 2 read these two
+        self._initialize()
+        self.zero = self.engine.optimizer
+
+    def forward(self, micro: MicroBatch) -> DecoderOutput:
+        return self._call(self.engine if self.stage else self.engine.module, micro)
+
+    def update(self, lr: float) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm())
+
+    def gradient(self, name: str) -> Tensor:
+        param = self.named[name]
+        return param.grad if not self.stage else safe_get_full_grad(param)
+
+    def weight(self, name: str) -> Tensor:
+        param = self.named[name]
+        return param.detach().float() if not self.stage else safe_get_full_fp32_param(param)
+
+    # ------------------------------------------------------------------ construction
+
+    def _tag(self) -> None:
+        for kind, group in self.mesh.replicas.items():
+            ds_groups._EXPERT_PARALLEL_GROUP[kind] = self.mesh.stage_group
+            ds_groups._EXPERT_DATA_PARALLEL_GROUP[kind] = group
+        for name, param in self.named.items():
+            kind = self.placements[name].kind
+            if kind != "stage":
+                param.allreduce, param.group_name = False, kind  # read by ZeRO 0 to 2, the next three by ZeRO 3
+                param.ds_zero_placement_family = "autoep_expert"
+                param.ds_zero_partition_group_name = kind
+                param.ds_zero_partition_process_group = self.mesh.replicas[kind]
+
+    def _initialize(self) -> None:
+        has_slices = any(placement.kind != "stage" for placement in self.placements.values())
+        if has_slices and self.stage < 3:
+            self.module.deepspeed_marker = _moe_marker()
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        self.engine, *_ = deepspeed.initialize(
+            model=self.module, optimizer=self.optimizer, config=self._config(), mpu=_Mpu(self.mesh)
+        )
+        for name, buffer in self.module.named_buffers():  # a bf16 model keeps its router bias in fp32
+            buffer.data = buffers[name].to(buffer.device)
+        if self.stage == 3:
+            self.engine.optimizer._get_norm_groups = lambda: [self._norm()]
+            # Before each forward this hook would compare module traces by a broadcast over the world.
+            self.engine.optimizer.parameter_offload.fwd_pre_hook.remove()
+        elif self.stage:
+            self.engine.optimizer.scaled_global_norm = self._norm
+        else:
+            self.engine.clip_fp32_gradients = self._clip_whole_gradients
+
+    def _config(self) -> dict[str, Any]:
+        largest = max(placement.numel for placement in self.placements.values())
+        zero = {
+            "stage": self.stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": max(largest, 1_000_000),  # elements; ZeRO-3 allocates a buffer of this size
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_reuse_distance": 0,
+        }
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,  # micro-batches are ours: DeepSpeed sees one step
+            # ZeRO 0 clips only if asked to, and our norm must be taken every time.
+            "gradient_clipping": self.recipe.optim.clip or 1e30,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        if self.recipe.precision.compute == "bf16":
+            config["bf16"] = {"enabled": True}
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+            config["communication_data_type"] = self.recipe.precision.reduce
+        return config
+
+    # ------------------------------------------------------------------ a step
+
+    @contextlib.contextmanager
+    def _window(self) -> Iterator[None]:
+        if not self.stage:
+            yield
+            self.engine.allreduce_gradients()
+            return
+        if self.stage == 3:  # else a parameter without gradient in this step is given that of an older one
+            self.zero.grad_partitions_flat_buffer.zero_()
+        with self.engine.coalesce_grad_reduction():
+            yield
+        if self.stage == 3:
+            self.zero.parameter_offload.get_param_coordinator().release_and_reset_all(self.engine.module)
+
+    def _norm(self) -> Tensor:
+        """Shards are disjoint over the world, so the norm is one sum over it; whole gradients count by their share."""
+        if self.stage:
+            squares = [grad.float().square().sum() for group in self.zero.averaged_gradients.values() for grad in group]
+        else:
+            squares = [param.grad.float().square().sum() / self._replicas(name) for name, param in self.named.items()]
+        return self._checked(sum_over(torch.stack(squares).sum(), None).sqrt())
+
+    def _clip_whole_gradients(self) -> None:
+        norm = self._norm()
+        self.engine._global_grad_norm = norm
+        if self.recipe.optim.clip:
+            for param in self.named.values():
+                param.grad.mul_((self.recipe.optim.clip / (norm + 1e-6)).clamp(max=1.0))
+
+    def _replicas(self, name: str) -> int:
+        return dist.get_world_size(self.mesh.replicas[self.placements[name].kind])
+
+    # ------------------------------------------------------------------ shards
+
+    def shards(self) -> list[Shard]:
+        if self.stage == 3:
+            return [self._zero3_shard(piece) for piece in self._zero3_pieces()]
+        return [
+            Shard(
+                piece.name,
+                self.placements[piece.name].start + piece.start,
+                {key: values[piece.offset : piece.offset + piece.length] for key, values in state.items()},
+            )
+            for state, pieces in self._buffers()
+            for piece in pieces
+        ]
+
+    def load(self, fetch: FetchState, num_steps: int) -> None:
+        if self.stage == 3:
+            return self._load_zero3(fetch, num_steps)
+        for name, param in self.named.items():
+            placement = self.placements[name]
+            param.data.copy_(fetch(name, "weight", placement.start, placement.numel).view_as(param))
+        self._make_moments(num_steps)
+        for state, pieces in self._buffers():
+            for piece in pieces:
+                start = self.placements[piece.name].start + piece.start
+                for key, values in state.items():
+                    values[piece.offset : piece.offset + piece.length] = fetch(piece.name, key, start, piece.length)
+
+    def _buffers(self) -> Iterator[tuple[dict[str, Tensor], list[Piece]]]:
+        """Stages 0 to 2: flat state buffers and what this rank answers for in them."""
+        if self.stage == 0:
+            for name, param in self.named.items():
+                state = self.optimizer.state[param]
+                flat = {"weight": param.detach().view(-1), **{key: state[key].view(-1) for key in MOMENTS}}
+                rank = dist.get_rank(self.mesh.replicas[self.placements[name].kind])
+                part = math.ceil(param.numel() / self._replicas(name))
+                start = min(rank * part, param.numel())
+                yield flat, [Piece(name, start, min(part, param.numel() - start), start)]
+            return
+        names = {id(param): name for name, param in self.named.items()}
+        for index, flat in enumerate(self.zero.single_partition_of_fp32_groups):
+            state = self.optimizer.state[flat]
+            first = dist.get_rank(self.zero.real_dp_process_group[index]) * flat.numel()
+            pieces = []
+            params, offsets = self.zero.round_robin_bit16_groups[index], self.zero.round_robin_bit16_offsets[index]
+            for param, offset in zip(params, offsets, strict=True):
+                begin, end = max(offset, first), min(offset + param.numel(), first + flat.numel())
+                if begin < end:
+                    pieces.append(Piece(names[id(param)], begin - offset, end - begin, begin - first))
+            yield {"weight": flat.detach(), **{key: state[key] for key in MOMENTS}}, pieces
+
+    def _zero3_pieces(self) -> Iterator[Piece]:
+        for name, param in self.named.items():
+            start = param.ds_zero_partition_rank * param.partition_numel()
+            length = min(param.partition_numel(), param.ds_numel - start)  # the last partition is padded
+            if length > 0:
+                yield Piece(name, start, length, 0)
+
+    def _zero3_shard(self, piece: Piece) -> Shard:
+        param = self.named[piece.name]
+        tensors = {"weight": safe_get_local_fp32_param(param)}
+        tensors |= {key: safe_get_local_optimizer_state(param, key) for key in MOMENTS}
+        start = self.placements[piece.name].start + piece.start
+        return Shard(piece.name, start, {key: values.view(-1)[: piece.length] for key, values in tensors.items()})
+
+    def _load_zero3(self, fetch: FetchState, num_steps: int) -> None:
+        self._make_moments(num_steps)
+        for piece in self._zero3_pieces():
+            param = self.named[piece.name]
+            for key in STATE_KEYS:
+                values = torch.zeros(param.partition_numel(), device=self.mesh.device)
+                start = self.placements[piece.name].start + piece.start
+                values[: piece.length] = fetch(piece.name, key, start, piece.length)
+                if key == "weight":
+                    safe_set_local_fp32_param(param, values)
+                    param.ds_tensor.data.copy_(values)  # the setter writes the master copy only
+                else:
+                    safe_set_local_optimizer_state(param, values, key)
+
+    def _make_moments(self, num_steps: int) -> None:
+        if self.stage == 3:
+            owners: list[Tensor] = self.zero.fp32_partitioned_groups_flat
+        else:
+            owners = self.zero.single_partition_of_fp32_groups if self.stage else list(self.named.values())
+        for owner in owners:
+            state = {key: torch.zeros_like(owner) for key in MOMENTS}
+            self.optimizer.state[owner] = {"step": torch.tensor(float(num_steps), device=owner.device), **state}
+
+
+class _Mpu:
+    """What DeepSpeed asks of a model-parallel unit: its data-parallel world is the stage, nothing else is split."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.own = mesh, [dist.new_group([rank]) for rank in range(mesh.world)][mesh.rank]
+
+    def get_data_parallel_group(self):
+        return self.mesh.stage_group
+
+    def get_data_parallel_world_size(self):
+        return self.mesh.dp
+
+    def get_data_parallel_rank(self):
+        return self.mesh.dp_rank
+
+    def get_model_parallel_group(self):
+        return self.own
+
+    def get_model_parallel_world_size(self):
+        return 1
+
+    def get_model_parallel_rank(self):
+        return 0
+
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+
+def _moe_marker() -> nn.Module:
+    """ZeRO 0 to 2 honour expert tags only if a DeepSpeed MoE stands somewhere inside; ZeRO 3 refuses one."""
+    marker = DeepSpeedMoE.__new__(DeepSpeedMoE)
+    nn.Module.__init__(marker)
+    marker.num_experts, marker.set_deepspeed_parallelism = 1, lambda *_: None
+    return marker

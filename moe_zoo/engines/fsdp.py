@@ -1,0 +1,115 @@
+"""torch FSDP2 under experts spread over ranks: gradients are summed over the replica group, nothing is averaged.
+
+``zero_stage`` 3 frees a block's parameters after its forward; 2 keeps them until the step ends.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from moe_zoo.comm.collectives import sum_over
+from moe_zoo.comm.mesh import Mesh
+from moe_zoo.engines.base import STATE_KEYS, Engine, FetchState, MicroBatch, Shard
+from moe_zoo.engines.optimizer import make_adamw
+from moe_zoo.models.decoder import DecoderOutput
+from moe_zoo.parallel.build import PlacedModel
+from moe_zoo.spec.recipe import Recipe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class FSDPEngine(Engine):
+    """``fully_shard`` over the replica group of each module's own parameters."""
+
+    def __init__(self, placed: PlacedModel, mesh: Mesh, recipe: Recipe):
+        super().__init__(placed, mesh, recipe)
+        self._shard()
+        self.named = dict(self.module.named_parameters())  # now DTensors
+        self.optimizer = make_adamw(self.named, self.placements, recipe.optim)
+
+    def forward(self, micro: MicroBatch) -> DecoderOutput:
+        return self._call(self.module, micro)
+
+    def update(self, lr: float) -> float:
+        grads = [param.grad.to_local() for param in self.named.values()]
+        square = torch.stack([grad.float().square().sum() for grad in grads]).sum()
+        norm = self._checked(sum_over(square, None).sqrt())  # shards are disjoint over the world
+        if self.recipe.optim.clip:
+            for grad in grads:
+                grad.mul_((self.recipe.optim.clip / (norm + 1e-6)).clamp(max=1.0))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return float(norm)
+
+    def gradient(self, name: str) -> Tensor:
+        return self.named[name].grad.full_tensor()
+
+    def weight(self, name: str) -> Tensor:
+        return self.named[name].detach().full_tensor()
+
+    def shards(self) -> list[Shard]:
+        return [
+            Shard(name, start, {key: values.view(-1) for key, values in self._local(name).items()})
+            for name, start, length in self._runs()
+            if length
+        ]
+
+    def load(self, fetch: FetchState, num_steps: int) -> None:
+        for param in self.named.values():
+            state = {key: torch.zeros_like(param) for key in STATE_KEYS[1:]}
+            self.optimizer.state[param] = {"step": torch.tensor(float(num_steps), device=self.mesh.device), **state}
+        for name, start, length in self._runs():
+            for key, values in self._local(name).items():
+                if length:
+                    values.copy_(fetch(name, key, start, length).view_as(values))
+
+    @contextlib.contextmanager
+    def _window(self) -> Iterator[None]:
+        self.optimizer.zero_grad()
+        yield
+
+    def _begin(self, is_last: bool) -> None:
+        self.module.set_requires_gradient_sync(is_last)  # earlier micro-batches add up unreduced
+        self.module.set_is_last_backward(is_last)
+
+    def _shard(self) -> None:
+        kind_of = {id(param): self.placements[name].kind for name, param in self.named.items()}
+        meshes = {
+            kind: DeviceMesh.from_group(group, self.mesh.device.type, mesh_dim_names=(kind,))
+            for kind, group in self.mesh.replicas.items()
+        }
+        precision = self.recipe.precision
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
+        options = {"reshard_after_forward": self.recipe.parallel.zero_stage == 3, "mp_policy": policy}
+        for module in self.module.modules():
+            kinds = {kind_of[id(param)] for param in module.parameters(recurse=False)}
+            assert len(kinds) < 2, "a module's own parameters share a replica group"
+            if kinds - {"stage"}:
+                fully_shard(module, mesh=meshes[kinds.pop()], **options)
+        for block in self.module.layers:
+            fully_shard(block, mesh=meshes["stage"], **options)
+        fully_shard(self.module, mesh=meshes["stage"], mp_policy=policy, reshard_after_forward=False)
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # else gloo is asked for PREMUL_SUM and refuses
+
+    def _runs(self) -> Iterator[tuple[str, int, int]]:
+        """(name, first element in the whole parameter, elements) of each local shard: a chunk along dimension 0."""
+        for name, param in self.named.items():
+            group = self.mesh.replicas[self.placements[name].kind]
+            chunk = -(-param.shape[0] // dist.get_world_size(group))
+            row = min(dist.get_rank(group) * chunk, param.shape[0])
+            width = param.numel() // param.shape[0]
+            yield name, self.placements[name].start + row * width, param.to_local().numel()
+
+    def _local(self, name: str) -> dict[str, Tensor]:
+        param = self.named[name]
+        moments = {key: self.optimizer.state[param][key].to_local() for key in STATE_KEYS[1:]}
+        return {"weight": param.detach().to_local(), **moments}

@@ -1,0 +1,83 @@
+"""The loss of a step, as a sum over micro-batches and ranks in which each token counts once.
+
+Letters: L layers, B rows, E experts.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_zoo.comm.collectives import sum_over
+from moe_zoo.layers.router import RouterStats
+from moe_zoo.models.decoder import DecoderOutput
+from moe_zoo.ops.balance import balance_loss, pool_tokens, z_loss
+from moe_zoo.ops.documents import IGNORED
+from moe_zoo.spec.recipe import Recipe
+
+
+class StepScale(NamedTuple):
+    """Sizes of the global batch: what every local term is divided by."""
+
+    num_targets: int
+    total_tokens: int
+    seq_len: int
+    global_rows: int
+    micro_batches: int
+
+
+class LossParts(NamedTuple):
+    """One micro-batch's share of the step's loss on this rank; ``total`` alone carries a gradient."""
+
+    total: Tensor
+    token: Tensor
+    balance: Tensor
+    z: Tensor
+
+
+def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Summed cross-entropy in fp32 over the targets that count."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+class Objective:
+    """Token loss plus routing losses of a recipe."""
+
+    def __init__(self, recipe: Recipe, group: dist.ProcessGroup):
+        self.spec, self.group = recipe.balance, group
+        self.top_k = recipe.model.moe.router.top_k if recipe.model.moe else 1
+        self.aux_coefficient = self.spec.aux_coefficient if self.spec.method == "aux_loss" else 0.0
+
+    def needs_counting_pass(self, micro_batches: int) -> bool:
+        """Whether counts of the whole step must be known before its first backward."""
+        return self.spec.scope == "global_batch" and micro_batches > 1 and self.aux_coefficient > 0
+
+    def pooled_counts(self, counts_LBE: Tensor) -> Tensor:
+        """Counts of each local row's pool, (L, B or 1, E)."""
+        if self.spec.scope == "sequence":
+            return counts_LBE
+        return sum_over(counts_LBE.sum(1, keepdim=True), self.group)
+
+    def __call__(
+        self, output: DecoderOutput, targets: Tensor, scale: StepScale, step_counts: Tensor | None = None
+    ) -> LossParts:
+        """This micro-batch's parts; ``step_counts`` come from the counting pass, where one was needed."""
+        token = token_loss_sum(output.logits, targets) / scale.num_targets
+        balance = z = token.new_zeros(())
+        if output.stats is not None:
+            z = z_loss(output.stats.z_sums, total_tokens=scale.total_tokens)
+            balance = self._balance(output.stats, scale, step_counts)
+        total = token + self.aux_coefficient * balance + self.spec.z_coefficient * z
+        return LossParts(total, token.detach(), balance.detach(), z.detach())
+
+    def _balance(self, stats: RouterStats, scale: StepScale, step_counts: Tensor | None) -> Tensor:
+        pool = pool_tokens(self.spec.scope, scale.seq_len, scale.global_rows, scale.micro_batches)
+        counts = self.pooled_counts(stats.counts) if step_counts is None else step_counts
+        if step_counts is None and self.spec.scope == "global_batch" and scale.micro_batches > 1:
+            pool //= scale.micro_batches  # no gradient is asked: report the mean over micro-batches
+        return balance_loss(
+            stats.prob_sums, counts, pool_tokens=pool, total_tokens=scale.total_tokens, top_k=self.top_k
+        )

@@ -1,0 +1,1 @@
+"""nn.Modules. They take sizes, never configs, and know nothing of ranks."""

@@ -1,0 +1,1 @@
+"""The zoo: models assembled from an Architecture."""

@@ -1,0 +1,115 @@
+"""The sparse decoder: every decoder-only family of the zoo is this module with other numbers.
+
+Letters: L sparse layers, B rows, E experts.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_zoo.layers.attention import GroupedQueryAttention, KeyValueCache
+from moe_zoo.layers.block import DecoderBlock
+from moe_zoo.layers.experts import Experts
+from moe_zoo.layers.feed_forward import FeedForward
+from moe_zoo.layers.moe import MoELayer
+from moe_zoo.layers.norm import make_norm
+from moe_zoo.layers.router import RouterStats, TopKRouter
+from moe_zoo.ops.rope import rotary_angles
+from moe_zoo.spec.architecture import Architecture, FeedForwardSpec
+
+
+class DecoderOutput(NamedTuple):
+    """Logits (batch, seq, vocab) and router statistics with a leading layer dimension; None in a dense model."""
+
+    logits: Tensor
+    stats: RouterStats | None
+
+
+class SparseDecoder(nn.Module):
+    """Embedding, blocks, norm, head. Written for one device; ``moe_zoo.parallel`` edits it from outside."""
+
+    def __init__(self, architecture: Architecture):
+        super().__init__()
+        self.architecture = arch = architecture
+        self.embed = nn.Embedding(arch.vocab_size, arch.d_model)
+        self.layers = nn.ModuleList(make_block(arch, layer) for layer in range(arch.num_layers))
+        self.norm = make_norm(arch.norm, arch.d_model, arch.norm_eps)
+        self.head = nn.Linear(arch.d_model, arch.vocab_size, bias=False)
+        if arch.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        row_seeds: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> DecoderOutput:
+        """``input_ids`` and ``positions`` (batch, seq); ``mask`` (batch, 1, seq, keys), None is causal."""
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        attention = self.architecture.attention
+        angles = rotary_angles(positions, attention.head_dim, attention.rope_theta)
+        hidden, stats = self.embed(input_ids), []
+        for layer in self.layers:
+            hidden, layer_stats = layer(hidden, angles, mask, row_seeds, cache)
+            if layer_stats is not None:
+                stats.append(layer_stats)
+        stacked = RouterStats(*map(torch.stack, zip(*stats, strict=True))) if stats else None
+        return DecoderOutput(self.head(self.norm(hidden)), stacked)
+
+
+def make_block(arch: Architecture, layer: int) -> DecoderBlock:
+    """Block ``layer`` of the model, its weights not yet initialised."""
+    spec = arch.attention
+    attention = GroupedQueryAttention(
+        arch.d_model,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        qk_norm_eps=arch.norm_eps if spec.qk_norm else None,
+        layer=layer,
+    )
+    feed_forward = make_moe(arch, layer) if arch.is_sparse(layer) else make_ffn(arch.d_model, arch.feed_forward)
+    norms = (make_norm(arch.norm, arch.d_model, arch.norm_eps) for _ in range(2))
+    return DecoderBlock(attention, feed_forward, *norms)
+
+
+def make_moe(arch: Architecture, layer: int) -> MoELayer:
+    """The sparse feed-forward of block ``layer``."""
+    moe = arch.moe
+    router = TopKRouter(
+        arch.d_model,
+        moe.router.num_experts,
+        moe.router.top_k,
+        score=moe.router.score,
+        normalize=moe.router.normalize,
+        scale=moe.router.scale,
+        selection_bias=moe.router.selection_bias,
+        jitter=moe.router.jitter,
+        capacity_factor=moe.router.capacity_factor,
+        eval_capacity_factor=moe.router.eval_capacity_factor,
+        layer=layer,
+    )
+    spec = moe.experts
+    experts = Experts(moe.router.num_experts, arch.d_model, spec.d_ff, spec.activation, spec.gated)
+    return MoELayer(router, experts, make_ffn(arch.d_model, moe.shared) if moe.shared else None)
+
+
+def make_ffn(d_model: int, spec: FeedForwardSpec) -> FeedForward:
+    """A dense feed-forward from its numbers."""
+    return FeedForward(d_model, spec.d_ff, spec.activation, spec.gated)
+
+
+def init_std(name: str, arch: Architecture) -> float | None:
+    """Standard deviation of a parameter's initial values; None for norms, which start as the identity.
+
+    Matrices that write to the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2, section 2.3).
+    """
+    if "norm" in name:
+        return None
+    writes_residual = name.endswith(("attention.out.weight", "down.weight", "w_down"))
+    return arch.init_std / math.sqrt(2 * arch.num_layers) if writes_residual else arch.init_std

@@ -1,0 +1,116 @@
+"""Helpers for our tests, and for those who add a model outside this repository.
+
+Importing torch and DeepSpeed costs seconds a process, a test of a law milliseconds: one pool of rank processes per
+world size lives as long as the session. Process groups are made and destroyed around every call.
+"""
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_pools: dict[int, "_Pool"] = {}
+
+
+def run_distributed(body: Callable, *args: Any, world_size: int = 2, timeout_s: float = 120) -> list[Any]:
+    """Run ``body(*args)`` on ``world_size`` CPU ranks and return what each returned.
+
+    ``body`` is a module-level function. A rank's exception, with its traceback, becomes the caller's.
+    """
+    pool = _pools.get(world_size) or _pools.setdefault(world_size, _Pool(world_size))
+    try:
+        return pool.run(body, args, timeout_s)
+    except BaseException:
+        _pools.pop(world_size).close()  # the other ranks may hang in a collective: start afresh
+        raise
+
+
+class _Pool:
+    """Rank processes that wait for work."""
+
+    def __init__(self, world_size: int):
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank_main, args=(rank, world_size, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, body: Callable, args: tuple, timeout_s: float) -> list[Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            for pipe in self.pipes:
+                pipe.send((sys.path, f"file://{folder}/rendezvous", timeout_s))
+                pipe.send((body, args))
+            return self._collect(timeout_s)
+
+    def _collect(self, timeout_s: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        while len(results) < len(self.pipes):
+            open_pipes = [pipe for rank, pipe in enumerate(self.pipes) if rank not in results]
+            ready = wait(open_pipes, timeout=timeout_s)
+            if not ready:
+                waiting = sorted(set(range(len(self.pipes))) - set(results))
+                raise TimeoutError(f"ranks {waiting} did not answer within {timeout_s} s")
+            for pipe in ready:
+                rank = self.pipes.index(pipe)
+                failed, value = pipe.recv()
+                if failed:
+                    raise AssertionError(f"rank {rank} of {len(self.pipes)}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+def _rank_main(rank: int, world_size: int, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    faulthandler.enable()
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            path, rendezvous, timeout_s = pipe.recv()
+        except EOFError:
+            return
+        sys.path[:] = path
+        try:
+            body, args = pipe.recv()
+            pipe.send((False, _run_once(rank, world_size, rendezvous, timeout_s, body, args)))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))
+
+
+def _run_once(rank: int, world_size: int, rendezvous: str, timeout_s: float, body: Callable, args: tuple) -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
+    try:
+        return body(*args)
+    finally:
+        deepspeed_comm = sys.modules.get("deepspeed.comm.comm")
+        if deepspeed_comm is not None:
+            deepspeed_comm.cdb = None  # DeepSpeed's handle on the groups that go now
+        dist.destroy_process_group()
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in _pools.values():
+        pool.close()

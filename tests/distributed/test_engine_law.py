@@ -1,0 +1,243 @@
+"""Any engine, stage and layout takes the steps that one process takes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from moe_zoo.comm.mesh import Mesh
+from moe_zoo.engines import MicroBatch, make_engine
+from moe_zoo.models.decoder import SparseDecoder
+from moe_zoo.models.init import initialize
+from moe_zoo.ops import reference
+from moe_zoo.ops.documents import unpack_rows
+from moe_zoo.parallel.build import build_model
+from moe_zoo.spec.layout import resolve_layout
+from moe_zoo.spec.recipe import Recipe
+from moe_zoo.testing import run_distributed
+
+BOS, SEQ, STEPS, SEED = 1, 12, 3, 3
+TOLERANCE = 1e-5
+
+
+def make_recipe(**changes) -> Recipe:
+    model = {
+        "vocab_size": 29,
+        "d_model": 16,
+        "num_layers": 2,
+        "init_std": 0.3,
+        "attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "qk_norm": True},
+        "feed_forward": {"d_ff": 20, "activation": "silu", "gated": True},
+        "moe": {
+            "router": {"num_experts": 6, "top_k": 2, "jitter": 0.1},
+            "experts": {"d_ff": 12, "activation": "gelu", "gated": True},
+            "shared": {"d_ff": 8, "activation": "relu", "gated": False},
+        },
+    }
+    values = {
+        "name": "law",
+        "model": model,
+        "data": {"path": "none", "tokenizer": "none", "seq_len": SEQ},
+        "train": {"steps": STEPS, "global_batch": 8, "micro_batches": 2},
+        # eps: below it Adam would turn rounding noise into whole steps
+        "optim": {"lr": 1e-2, "eps": 1e-5, "clip": 0.5, "schedule": "constant"},
+        "balance": {"aux_coefficient": 0.3, "z_coefficient": 0.01, "scope": "micro_batch"},
+        "log": {"wandb": "off"},
+    }
+    for path, value in changes.items():
+        *folders, last = path.split("__")
+        target = values
+        for folder in folders:
+            target = target.setdefault(folder, {})
+        target[last] = value
+    return Recipe.from_dict(values)
+
+
+def batches(recipe: Recipe) -> torch.Tensor:
+    """(steps, rows, seq + 1) tokens; documents make ragged targets."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (STEPS, recipe.train.global_batch, SEQ + 1)
+    tokens = torch.randint(2, 29, shape, generator=generator)
+    return tokens.masked_fill(torch.rand(shape, generator=generator) < 0.15, BOS)
+
+
+def seeds(step: int, rows: int) -> torch.Tensor:
+    return torch.arange(rows) + 100 * step
+
+
+def starve_experts(weight: torch.Tensor) -> None:
+    """Experts 4 and up get no token: of u, -u, v, -v two logits are always above their zero."""
+    weight[1], weight[3], weight[4:] = -weight[0], -weight[2], 0.0
+
+
+def oracle(recipe: Recipe) -> list[dict]:
+    """One process, whole model, whole batch, textbook losses."""
+    model = initialize(materialized(recipe), SEED)
+    with torch.no_grad():
+        for layer in model.layers:
+            starve_experts(layer.feed_forward.router.weight)
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    spec = recipe.optim
+    groups = [{"params": decay, "weight_decay": spec.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+    records = []
+    for step, tokens in enumerate(batches(recipe)):
+        loss, balance, counts = textbook_loss(recipe, model, tokens, seeds(step, len(tokens)))
+        optimizer.zero_grad()
+        loss.backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), spec.clip)
+        optimizer.step()
+        move_bias(recipe, model, counts)
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        records.append({"balance": balance, "norm": norm.item(), "grads": grads, "weights": weights, "counts": counts})
+        records[-1]["loss"] = loss.item()
+    return records
+
+
+def materialized(recipe: Recipe) -> SparseDecoder:
+    return SparseDecoder(recipe.model).train()
+
+
+def textbook_loss(recipe: Recipe, model: SparseDecoder, tokens: torch.Tensor, row_seeds: torch.Tensor):
+    probs, chosen, logits_z, hooks = [], [], [], []
+
+    def look(router, inputs, routing):
+        hidden, seeds = inputs
+        noise = 1.0
+        if router.jitter:
+            from moe_zoo.ops.noise import uniform_noise
+
+            noise = 1 - router.jitter + 2 * router.jitter * uniform_noise(seeds, *hidden.shape[1:], salt=router.layer)
+        logits = ((hidden * noise) @ router.weight.t()).flatten(0, 1)
+        scores = logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
+        bias = 0 if router.selection_bias is None else router.selection_bias
+        probs.append(scores / scores.sum(-1, keepdim=True))
+        chosen.append((scores + bias).topk(router.top_k).indices)
+        logits_z.append(logits.logsumexp(-1).square().mean())
+
+    for layer in model.layers:
+        hooks.append(layer.feed_forward.router.register_forward_hook(look))
+    rows = unpack_rows(tokens, BOS)
+    logits = model(rows.input_ids, rows.positions, rows.mask, row_seeds).logits
+    for hook in hooks:
+        hook.remove()
+    token = F.cross_entropy(logits.flatten(0, 1), rows.targets.flatten(), ignore_index=-100)
+    scope, train = recipe.balance.scope, recipe.train
+    pools = {"sequence": train.global_batch, "micro_batch": train.micro_batches, "global_batch": 1}[scope]
+    balance = reference.balance_loss(torch.stack(probs), torch.stack(chosen), pools)
+    counts = torch.stack([torch.bincount(c.flatten(), minlength=recipe.model.num_experts) for c in chosen])
+    aux = recipe.balance.aux_coefficient if recipe.balance.method == "aux_loss" else 0.0
+    z = torch.stack(logits_z).mean()
+    return token + aux * balance + recipe.balance.z_coefficient * z, balance.item(), counts
+
+
+def move_bias(recipe: Recipe, model: SparseDecoder, counts: torch.Tensor) -> None:
+    if recipe.balance.method != "bias":
+        return
+    for layer, count in zip(model.layers, counts.float(), strict=True):
+        push = recipe.balance.bias_update_rate * (count.mean() - count).sign()
+        layer.feed_forward.router.selection_bias += push
+
+
+def many_ranks(recipe: Recipe, truth: list[dict]) -> None:
+    """The same steps by an engine on every rank; what it has is compared where it has it."""
+    world = dist.get_world_size()
+    mesh = Mesh(resolve_layout(recipe, world, world), torch.device("cpu"))
+    placed = build_model(recipe.model, mesh, SEED)
+    with torch.no_grad():
+        for layer in placed.module.layers:
+            starve_experts(layer.feed_forward.router.weight)
+    engine = make_engine(placed, mesh, recipe)
+    for step, (tokens, true) in enumerate(zip(batches(recipe), truth, strict=True)):
+        scale, parts, stats = engine.backward(own_part(recipe, mesh, tokens, seeds(step, len(tokens))))
+        compare(engine, engine.gradient, true["grads"], "gradient")
+        summary = engine._summary(scale, parts, stats, engine.update(recipe.optim.lr))
+        aux = recipe.balance.aux_coefficient if recipe.balance.method == "aux_loss" else 0.0
+        total = summary.loss + aux * summary.balance + recipe.balance.z_coefficient * summary.z
+        assert abs(total - true["loss"]) < TOLERANCE, (total, true["loss"])
+        assert abs(summary.balance - true["balance"]) < TOLERANCE, (summary.balance, true["balance"])
+        assert abs(summary.grad_norm - true["norm"]) < TOLERANCE, (summary.grad_norm, true["norm"])
+        assert torch.equal(summary.counts_LE.long(), true["counts"])
+        compare(engine, engine.weight, true["weights"], "weight")
+
+
+def own_part(recipe: Recipe, mesh: Mesh, tokens: torch.Tensor, row_seeds: torch.Tensor) -> list[MicroBatch]:
+    pick = [t.unflatten(0, (recipe.train.micro_batches, mesh.dp, -1))[:, mesh.dp_rank] for t in (tokens, row_seeds)]
+    return [MicroBatch(unpack_rows(rows, BOS), ids) for rows, ids in zip(*pick, strict=True)]
+
+
+def compare(engine, read, whole: dict[str, torch.Tensor], what: str) -> None:
+    for name, placement in engine.placements.items():
+        expected = whole[name].chunk(placement.parts)[placement.index]
+        torch.testing.assert_close(
+            read(name).view_as(expected), expected, rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{what} {n}: {m}"
+        )
+
+
+def check(recipe: Recipe, world_size: int, starved: bool = True) -> None:
+    truth = oracle(recipe)
+    assert all(record["norm"] > recipe.optim.clip for record in truth), "clipping must be active"
+    if starved:
+        assert truth[0]["counts"][:, 4:].eq(0).all(), "the last experts must get no token"
+    run_distributed(many_ranks, recipe, truth, world_size=world_size)
+
+
+ENGINES = [("deepspeed", 0), ("deepspeed", 3), ("fsdp", 2), ("fsdp", 3)]
+
+
+@pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
+def test_two_ranks_with_experts_spread_take_the_steps_of_one_process(engine, zero_stage):
+    check(make_recipe(parallel__engine=engine, parallel__zero_stage=zero_stage, parallel__ep=2), world_size=2)
+
+
+@pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
+def test_four_ranks_that_share_experts_in_pairs_take_the_steps_of_one_process(engine, zero_stage):
+    check(make_recipe(parallel__engine=engine, parallel__zero_stage=zero_stage, parallel__ep=2), world_size=4)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_ranks_whose_experts_get_no_token_do_not_hang(engine):
+    recipe = make_recipe(parallel__engine=engine, parallel__ep=4, model__moe__router={"num_experts": 8, "top_k": 2})
+    check(recipe, world_size=4)  # ranks 2 and 3 hold experts 4 to 7
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_the_middle_zero_stages_too(zero_stage):
+    check(make_recipe(parallel__engine="deepspeed", parallel__zero_stage=zero_stage, parallel__ep=2), world_size=2)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("scope", ["sequence", "global_batch"])
+def test_the_scope_of_balance_is_exact_whatever_the_engine(engine, scope):
+    check(make_recipe(parallel__engine=engine, balance__scope=scope), world_size=2)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_bias_balancing_moves_the_same_way_everywhere(engine):
+    recipe = make_recipe(
+        parallel__engine=engine,
+        model__moe__router={"num_experts": 6, "top_k": 2, "score": "sigmoid", "normalize": True, "selection_bias": True},
+        balance={"method": "bias", "bias_update_rate": 0.05},
+    )
+    check(recipe, world_size=2, starved=False)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_switch_with_capacity_drops_the_same_tokens_in_every_layout(engine):
+    recipe = make_recipe(
+        parallel__engine=engine,
+        model__moe={
+            "router": {"num_experts": 6, "top_k": 1, "capacity_factor": 1.0, "jitter": 0.01},
+            "experts": {"d_ff": 12, "activation": "relu", "gated": False},
+            "every": 1,
+        },
+    )
+    check(recipe, world_size=2)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_tied_embeddings_and_a_dense_layer(engine):
+    recipe = make_recipe(parallel__engine=engine, model__tie_embeddings=True, model__norm="layernorm")
+    check(recipe, world_size=2)
