@@ -7,12 +7,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moe_zoo.comm.launch import LAUNCHED_BY_US, STORE_FD
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # glibc malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc malloc.h
 POLL_S = 0.05
 PEERS_REPORT_S = 1.0  # what the other ranks get to tell their own error after the first has failed
 
@@ -28,7 +28,7 @@ def start_processes(processes: int, argv: Sequence[str], grace_s: float = 30.0) 
         ranks = [_start(rank, processes, argv, listener) for rank in range(processes)]
     handlers = {number: signal.signal(number, _forwarder(ranks)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return _wait(ranks, grace_s)
+        return _wait(ranks)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -68,7 +68,7 @@ def _start(rank: int, world: int, argv: Sequence[str], listener: socket.socket) 
     )
 
 
-def _forwarder(ranks: "Sequence[subprocess.Popen[bytes]]"):
+def _forwarder(ranks: "Sequence[subprocess.Popen[bytes]]") -> Callable[[int, object], None]:
     def forward(number: int, frame: object) -> None:
         for rank in ranks:
             rank.send_signal(number)
@@ -76,7 +76,7 @@ def _forwarder(ranks: "Sequence[subprocess.Popen[bytes]]"):
     return forward
 
 
-def _wait(ranks: "Sequence[subprocess.Popen[bytes]]", grace_s: float) -> int:
+def _wait(ranks: "Sequence[subprocess.Popen[bytes]]") -> int:
     while True:
         codes = [rank.poll() for rank in ranks]
         failed = [code for code in codes if code]

@@ -57,7 +57,7 @@ def _rule(error: ErrorDetails) -> tuple[str, str]:
     kind = error["type"].removesuffix("_argument")
     if kind in ("model_type", "model_attributes_type", "dataclass_type", "dict_type"):
         return "must be a group of keys", "indent its keys below it"
-    if kind in ("tuple_type", "too_long") or isinstance(error["loc"][-1], int) and kind == "missing":
+    if kind in ("tuple_type", "too_long") or (kind == "missing" and isinstance(error["loc"][-1], int)):
         return "must be a list of two", "write it like [0.9, 0.95]"
     rule, remedy = _RULES.get(kind, (error["msg"][:1].lower() + error["msg"][1:], "change it"))
     return rule.format(**error.get("ctx", {})), remedy

@@ -2,11 +2,21 @@
 
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
+from moe_zoo.spec.accounting import num_active_parameters, num_parameters
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import RecipeError, did_you_mean
 from moe_zoo.spec.yaml_text import parse_yaml
+
+
+class PresetSummary(NamedTuple):
+    """One line of ``moe-zoo presets``."""
+
+    name: str
+    parameters: int
+    active_parameters: int  # met by one token
+    source: str
 
 
 def preset_names() -> list[str]:
@@ -24,9 +34,12 @@ def preset_values(name: str) -> dict[str, Any]:
     return dict(_preset(name)["architecture"])
 
 
-def preset_source(name: str) -> str:
-    """The table or config the numbers came from."""
-    return str(_preset(name)["source"])
+def preset_summary(name: str) -> PresetSummary:
+    """Size and origin of a preset."""
+    architecture = load_preset(name)
+    return PresetSummary(
+        name, num_parameters(architecture), num_active_parameters(architecture), str(_preset(name)["source"])
+    )
 
 
 def _preset(name: Any) -> dict[str, Any]:

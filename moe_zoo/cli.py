@@ -1,0 +1,142 @@
+"""``moe-zoo <verb>``. Every verb is a few lines that call the library."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from data_pipelines.errors import DataError
+from moe_zoo.comm.launch import check_world, destroy, read_world
+from moe_zoo.comm.processes import die_with_launcher, start_processes, tune_allocator
+from moe_zoo.spec.errors import MoeZooError, PlanError
+from moe_zoo.spec.recipe_file import load_recipe, recipe_schema
+
+REPORT_AFTER_S = 5.0  # ranks other than 0 wait so long with an error that rank 0 probably tells too
+
+app = typer.Typer(
+    help="Train Mixture-of-Experts language models, from a laptop to a cluster.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, for example of recipes/.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Put over the recipe.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for a program to read.")]
+Processes = Annotated[int | None, typer.Option(min=1, help="Start so many ranks on this machine.")]
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one verb. A user's mistake is one line on stderr and exit code 2."""
+    try:
+        app(None if argv is None else list(argv), prog_name="moe-zoo")
+    except (MoeZooError, DataError) as error:
+        _report(error)
+        code = 2
+    finally:
+        destroy()
+    sys.exit(code)
+
+
+@app.command(epilog="Example: moe-zoo train recipes/tiny/switch_lm.yaml train.steps=50 --processes 2")
+def train(recipe: RecipePath, overrides: Overrides = None, processes: Processes = None) -> None:
+    """Train what a recipe describes; a run that was stopped goes on where it stood."""
+    loaded = load_recipe(recipe, overrides or ())
+    world = read_world()
+    if processes and world.launcher != "none":
+        raise PlanError(f"--processes: {processes}; {world.launcher} started the processes already; leave it out")
+    if processes and processes > 1:
+        raise typer.Exit(start_processes(processes, ["-m", "moe_zoo", "train", str(recipe), *(overrides or ())]))
+    check_world(world, loaded.expect and loaded.expect.world)
+    if world.launcher != "none":
+        die_with_launcher()
+    tune_allocator()
+    from moe_zoo.train import trainer
+
+    trainer.train(loaded, world)
+
+
+@app.command(epilog="Example: moe-zoo prepare recipes/tiny/switch_lm.yaml")
+def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Tokenize the recipe's corpus into the shards that training reads; done once, resumed if interrupted."""
+    from data_pipelines import PrepareSpec
+    from data_pipelines import prepare as run
+
+    data = load_recipe(recipe, overrides or ()).data
+    made = run(PrepareSpec(source=data.source, tokenizer=data.tokenizer, output=data.path, seq_len=data.seq_len))
+    text = f"{made.url}: {made.train_tokens:,} training and {made.valid_tokens:,} held-out tokens"
+    _print(made._asdict(), text, as_json)
+
+
+@app.command(epilog="Example: moe-zoo demo")
+def demo() -> None:
+    """Prepare data, train a tiny model, sample from it and check what it learnt. Minutes on two cores."""
+    from moe_zoo.demo import run_demo
+
+    run_demo()
+
+
+@app.command(epilog="Example: moe-zoo generate runs/switch-lm-tiny 'def main(' --tokens 50")
+def generate(
+    model: Annotated[str, typer.Argument(help="A run folder, an exported folder or a Hub id.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="How many to add.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt with a trained model."""
+    from moe_zoo.models.generation import generate_text
+
+    text = generate_text(model, prompt, num_tokens=tokens, temperature=temperature, seed=seed)
+    _print({"prompt": prompt, "text": text}, prompt + text, as_json)
+
+
+@app.command(epilog="Example: moe-zoo export runs/switch-lm-tiny exported/switch-lm-tiny")
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    output: Annotated[Path, typer.Argument(help="A new folder for config.json, weights and tokenizer.")],
+) -> None:
+    """Write a run's last checkpoint as a folder that transformers loads."""
+    from moe_zoo.models.hub import export_run
+
+    export_run(run, output)
+
+
+@app.command(epilog="Example: moe-zoo schema > docs/recipe.schema.json")
+def schema() -> None:
+    """Print the JSON schema of a recipe, for editors."""
+    print(json.dumps(recipe_schema(), indent=2))
+
+
+@app.command(epilog="Example: moe-zoo presets --json")
+def presets(as_json: AsJson = False) -> None:
+    """List the named sizes, with their total and active parameters and where the numbers come from."""
+    from moe_zoo.spec.presets import preset_names, preset_summary
+
+    rows = [preset_summary(name) for name in preset_names()]
+    lines = (f"{row.name:<20} {row.parameters:>18,} {row.active_parameters:>18,}  {row.source}" for row in rows)
+    _print([row._asdict() for row in rows], "\n".join(lines), as_json)
+
+
+def _print(values: Any, text: str, as_json: bool) -> None:
+    print(json.dumps(values) if as_json else text)
+
+
+def _report(error: Exception) -> None:
+    """One line per world: rank 0's at once; another rank's only if no launcher, told by rank 0, stops it first."""
+    rank = int(os.environ.get("RANK") or 0)
+    if rank:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(REPORT_AFTER_S * (1 + int(os.environ.get("LOCAL_RANK") or 0)))
+    print(f"rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
