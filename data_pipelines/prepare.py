@@ -24,7 +24,7 @@ from data_pipelines.errors import DataError
 from data_pipelines.jobs import Workers, worker_count
 from data_pipelines.order import derive_key, shuffle
 from data_pipelines.parts import SPLITS, Part, cut_parts, join_parts, stored_dtype, tokenize_parts
-from data_pipelines.shards import BLOCK_BYTES, FORMAT, TOKEN_BYTES, Shard, ShardIndex, encode_shard
+from data_pipelines.shards import FORMAT, TOKEN_BYTES, Shard, ShardIndex, encode_shard
 from data_pipelines.store import LocalStore, Store, open_store
 from data_pipelines.tokenizer import SUMS, Tokenizer, load_tokenizer
 
@@ -41,6 +41,7 @@ class PrepareSpec:
     seq_len: int
     heldout_percent: int = 5
     shard_mib: int = 8
+    block_kib: int = 1024  # what a reader fetches and verifies at once; less only pays for tiny sets
     seed: int = 0
     workers: int = 0  # processes; 0: as many as pay
     work: str | Path | None = None  # local scratch; None: inside a local output, else under ~/.cache
@@ -76,6 +77,7 @@ def prepare(spec: PrepareSpec, progress: Progress | None = None) -> PreparedSumm
 
 def _check(spec: PrepareSpec) -> None:
     for name, low, high in (("seq_len", 1, 1 << 20), ("heldout_percent", 0, 50), ("shard_mib", 1, 4096)) + (
+        ("block_kib", 1, 1 << 16),
         ("seed", 0, 1 << 63),
         ("workers", 0, 4096),
     ):
@@ -87,7 +89,7 @@ def _check(spec: PrepareSpec) -> None:
 def _request(spec: PrepareSpec, tokenizer: Tokenizer, parts: list[Part]) -> dict:
     """What decides the output's bytes; where the corpus lies and how many workers there are do not."""
     corpus = blake2b("\n".join(p.file_name + p.digest for p in parts).encode(), digest_size=16).hexdigest()
-    numbers = {name: getattr(spec, name) for name in ("seq_len", "heldout_percent", "shard_mib", "seed")}
+    numbers = {name: getattr(spec, name) for name in ("seq_len", "heldout_percent", "shard_mib", "block_kib", "seed")}
     return {"format": FORMAT, **numbers, "tokenizer": tokenizer.sha256[:32], "corpus": corpus}
 
 
@@ -141,7 +143,7 @@ class _Run:
         self.workers, self.report, self.fingerprint = workers, report, fingerprint
         self.dtype = stored_dtype(tokenizer.vocab_size)
         row_bytes = (spec.seq_len + 1) * np.dtype(self.dtype).itemsize
-        self.rows_per_block = max(1, BLOCK_BYTES // row_bytes)
+        self.rows_per_block = max(1, (spec.block_kib << 10) // row_bytes)
         self.blocks_per_shard = max(1, (spec.shard_mib << 20) // (self.rows_per_block * row_bytes))
 
     def all(self) -> PreparedSummary:

@@ -20,7 +20,6 @@ from data_pipelines.store import Block, Store
 
 TOKEN_BYTES = "token_bytes.npy"
 FORMAT = "moe-zoo rows 1"
-BLOCK_BYTES = 1 << 20
 FETCH_THREADS = 4
 
 
