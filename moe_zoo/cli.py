@@ -17,7 +17,7 @@ from moe_zoo.comm.processes import die_with_launcher, start_processes, tune_allo
 from moe_zoo.spec.errors import MoeZooError, PlanError
 from moe_zoo.spec.recipe_file import load_recipe, recipe_schema
 
-REPORT_AFTER_S = 5.0  # ranks other than 0 wait so long with an error that rank 0 probably tells too
+REPORT_AFTER_S = 3.0  # ranks other than 0 wait so long with an error that rank 0 probably tells too
 
 app = typer.Typer(
     help="Train Mixture-of-Experts language models, from a laptop to a cluster.",
@@ -53,20 +53,20 @@ def train(recipe: RecipePath, overrides: Overrides = None, processes: Processes 
         raise PlanError(f"--processes: {processes}; {world.launcher} started the processes already; leave it out")
     if processes and processes > 1:
         raise typer.Exit(start_processes(processes, ["-m", "moe_zoo", "train", str(recipe), *(overrides or ())]))
-    check_world(world, loaded.expect and loaded.expect.world)
+    check_world(world, loaded.expect.world if loaded.expect else None)
     if world.launcher != "none":
         die_with_launcher()
     tune_allocator()
-    from moe_zoo.train import trainer
+    from moe_zoo.train.trainer import train as run
 
-    trainer.train(loaded, world)
+    run(loaded, world)
 
 
 @app.command(epilog="Example: moe-zoo prepare recipes/tiny/switch_lm.yaml")
 def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Tokenize the recipe's corpus into the shards that training reads; done once, resumed if interrupted."""
-    from data_pipelines import PrepareSpec
-    from data_pipelines import prepare as run
+    from data_pipelines.prepare import PrepareSpec
+    from data_pipelines.prepare import prepare as run
 
     data = load_recipe(recipe, overrides or ()).data
     made = run(PrepareSpec(source=data.source, tokenizer=data.tokenizer, output=data.path, seq_len=data.seq_len))
@@ -134,7 +134,7 @@ def _report(error: Exception) -> None:
     rank = int(os.environ.get("RANK") or 0)
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(REPORT_AFTER_S * (1 + int(os.environ.get("LOCAL_RANK") or 0)))
+        time.sleep(REPORT_AFTER_S + int(os.environ.get("LOCAL_RANK") or 0))
     print(f"rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True)
 
 

@@ -168,6 +168,7 @@ def _store(world: World, timeout: timedelta) -> "Store":
     if STORE_FD in os.environ and world.is_main:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         listen_fd = int(os.environ[STORE_FD])
-        return dist.TCPStore(address, port, world.world, True, timeout, master_listen_fd=listen_fd)
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store: Store = dist.TCPStore(address, port, world.world, True, timeout, master_listen_fd=listen_fd)
+    else:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

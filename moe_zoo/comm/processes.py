@@ -14,7 +14,7 @@ from moe_zoo.comm.launch import LAUNCHED_BY_US, STORE_FD
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc malloc.h
 POLL_S = 0.05
-PEERS_REPORT_S = 1.0  # what the other ranks get to tell their own error after the first has failed
+PEERS_REPORT_S = 0.5  # what the other ranks get to tell their own error after the first has failed
 
 
 def start_processes(processes: int, argv: Sequence[str], grace_s: float = 30.0) -> int:

@@ -153,7 +153,8 @@ class Architecture:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Architecture":
         """The inverse of ``to_dict``. Raises ``RecipeError`` on an unknown or missing key, or an impossible number."""
-        return _build(cls, values, "model")
+        built: Architecture = _build(cls, values, "model")
+        return built
 
 
 def _build(cls: type, values: dict[str, Any], where: str) -> Any:
@@ -173,7 +174,9 @@ def _build(cls: type, values: dict[str, Any], where: str) -> Any:
 
 
 def _nested(kind: Any) -> type | None:
-    return next((k for k in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(k)), None)
+    return next(
+        (k for k in (kind, *typing.get_args(kind)) if isinstance(k, type) and dataclasses.is_dataclass(k)), None
+    )
 
 
 def _positive(spec: Any, *names: str) -> None:

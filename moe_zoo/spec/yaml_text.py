@@ -5,7 +5,7 @@ project passes through here.
 """
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -23,8 +23,6 @@ _CORE_SCHEMA = {  # YAML 1.2, section 10.3.2, less octal and hexadecimal
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
@@ -42,6 +40,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+_Loader.yaml_implicit_resolvers = {}
 for _tag, (_pattern, _first) in _CORE_SCHEMA.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, _first)
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
