@@ -1,11 +1,14 @@
 """A bounded block cache on a node's disk, shared by its ranks: files named by the hash of what they hold."""
 
+import logging
 import os
 from pathlib import Path
 
 from data_pipelines.errors import DataError
 from data_pipelines.files import write_atomically
 from data_pipelines.store import Block, Store, mismatch
+
+log = logging.getLogger(__name__)
 
 
 class CachedStore:
@@ -48,7 +51,10 @@ class CachedStore:
             self._sweep(self._max_bytes * 7 // 8 - len(data))
             self._added = 0
         if len(data) <= self._max_bytes * 7 // 8:
-            write_atomically(path, data)
+            try:
+                write_atomically(path, data)
+            except (DataError, OSError) as error:  # a cache that cannot keep a block still has read it
+                log.warning("block not cached: %s", error)
 
     def _sweep(self, allowed: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -37,8 +37,8 @@ class Workers:
             yield from self._spread(function, jobs)
         except BrokenProcessPool as error:
             raise DataError(
-                f"workers: {self.count}; one was killed, most often for memory; run again with fewer: "
-                f"what was finished is kept"
+                f"workers: {self.count}; one ended early, for want of memory or because your script does not guard its "
+                f'work with if __name__ == "__main__"; what was finished is kept; guard it, or set workers to 1'
             ) from error
 
     def _spread(self, function: Callable, jobs: Iterable[tuple]) -> Iterator[Any]:

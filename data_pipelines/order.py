@@ -18,7 +18,8 @@ ROUNDS = 4  # 3 fail a chi-square test of 16 x 16 (input, output) cells; 4 and 6
 
 def derive_key(*parts: int | str) -> UInt64:
     """One 64-bit word per Feistel round, the same on every machine."""
-    digest = blake2b(repr(parts).encode(), digest_size=8 * ROUNDS).digest()
+    plain = tuple(part if isinstance(part, str) else int(part) for part in parts)  # numpy integers print otherwise
+    digest = blake2b(repr(plain).encode(), digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 

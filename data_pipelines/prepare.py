@@ -96,10 +96,11 @@ def _request(spec: PrepareSpec, tokenizer: Tokenizer, parts: list[Part]) -> dict
 def _refuse_another(store: Store, request: dict) -> None:
     if (raw := store.read(REQUEST)) is None:
         return
-    for name, old in json.loads(raw).items():
-        if old != request.get(name):
+    before = json.loads(raw)
+    for name in before | request:
+        if before.get(name) != request.get(name):
             raise DataError(
-                f"prepare.output: {store.url} was prepared with {name} {old}, now {request.get(name)}; "
+                f"prepare.output: {store.url} was prepared with {name} {before.get(name)}, now {request.get(name)}; "
                 f"one folder holds one preparation; choose another output, or delete this one"
             )
 
@@ -113,7 +114,11 @@ def _work_folder(spec: PrepareSpec, store: Store, fingerprint: str) -> Iterator[
         work = store.root / ".work"
     else:
         work = Path.home() / ".cache" / "moe-zoo" / "prepare" / fingerprint
-    work.mkdir(parents=True, exist_ok=True)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        (work / "lock").touch()
+    except OSError as error:
+        raise DataError(f"{work}: {error.strerror}; preparation writes there; choose another output or work") from error
     with (work / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -165,7 +165,12 @@ class S3Store:
     def write(self, name: str, data: bytes | memoryview) -> None:
         import obstore
 
-        self._run(name, lambda client, key: obstore.put(client, key, bytes(data)))
+        try:
+            self._run(name, lambda client, key: obstore.put(client, key, bytes(data)))
+        except FileNotFoundError as error:
+            raise DataError(
+                f"{self.url}: no such bucket; nothing is created for you; create it, or fix its name"
+            ) from error
 
     def _run(self, name: str, request: Any) -> Any:
         from obstore.exceptions import GenericError, PermissionDeniedError, UnauthenticatedError

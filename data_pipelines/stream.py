@@ -7,6 +7,7 @@ and ranks second, so micro-batch m holds the same rows in every layout and a ran
 import os
 import queue
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -19,7 +20,8 @@ from data_pipelines.order import RowOrder
 from data_pipelines.shards import ShardReader, read_token_bytes
 from data_pipelines.store import open_store
 
-WINDOW_BLOCKS = 16
+WINDOW_BLOCKS = 16  # part of the order: another number breaks every run that resumes
+CLOSE_S = 5.0
 
 
 class RowBatch(NamedTuple):
@@ -59,6 +61,7 @@ class TokenStream:
         index = reader.index
         self.seq_len, self.vocab_size, self.num_rows = index.seq_len, index.vocab_size, index.num_rows
         self.bos_id, self.eos_id = index.bos_id, index.eos_id
+        self.fingerprint = index.fingerprint
         self.token_bytes = read_token_bytes(store, index)
         self.position, self.seed = position, seed
         self._global_batch, self._url, self._pid = global_batch, str(url), os.getpid()
@@ -139,14 +142,15 @@ def _read_ahead(share: _Share, position: int, ready: queue.Queue, stop: threadin
         while not stop.is_set():
             ready.put(share.batch(position))
             position += share.global_batch
-    except Exception as error:  # noqa: BLE001 - it belongs to the thread that asks for the next batch
+    except Exception as error:  # it belongs to the thread that asks for the next batch
         ready.put(error)
 
 
 def _end(stop: threading.Event, ready: queue.Queue, thread: threading.Thread) -> None:
-    """Stop the reading thread: it may be waiting for room in the queue."""
+    """Stop the reading thread: it may wait for room in the queue, or for a server; the latter is left to end alone."""
     stop.set()
-    while thread.is_alive():
+    deadline = time.monotonic() + CLOSE_S
+    while thread.is_alive() and time.monotonic() < deadline:
         try:
             ready.get_nowait()
         except queue.Empty:

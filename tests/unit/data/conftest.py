@@ -24,14 +24,14 @@ def write_corpus(folder: Path, num_files: int, words_per_file: int) -> Path:
     folder.mkdir(parents=True)
     for number in range(num_files):
         text = " ".join(draw.choices(WORDS, k=words_per_file)).replace("to ", "to\n    ")
-        (folder / f"{number:03d}.txt").write_text(f"# {number}\n{text}")
+        (folder / f"part-{number:03d}.txt").write_text(f"# {number}\n{text}")
     (folder / "zz.md").write_bytes("tab\tand\r\nünï 日本 🎉 \u2581 \0 end  ".encode())
     return folder
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts", num_files=60, words_per_file=8_000)
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts", num_files=60, words_per_file=12_000)
 
 
 @pytest.fixture(scope="session")

@@ -145,7 +145,7 @@ def test_other_urls_are_refused(url, text):
 def test_plain_http_to_another_machine_is_refused(aws, monkeypatch):
     aws(1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://192.0.2.1:9000")
-    with pytest.raises(DataError, match="http://192.0.2.1:9000 is plain HTTP; only loopback may be; use https"):
+    with pytest.raises(DataError, match=r"http://192.0.2.1:9000 is plain HTTP; only loopback may be; use https"):
         open_store("s3://bucket").read("x")
 
 
