@@ -52,7 +52,7 @@ def ngram_baselines(url: str | Path, valid_limit: int | None = None) -> Baseline
     if (raw := store.read(name)) is not None:
         kept = json.loads(raw)
         if kept.pop("fingerprint") == train.index.fingerprint:
-            return Baselines(*(Score(*v) if isinstance(v, list) else v for v in kept.values()))
+            return Baselines(**(kept | {name: Score(*kept[name]) for name in ("uniform", "unigram", "bigram")}))
     result = _measure(_count(train, train.index.num_rows), _count(valid, limit), train, store)
     _keep(store, name, result._asdict() | {"fingerprint": train.index.fingerprint})
     return result

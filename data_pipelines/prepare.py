@@ -6,6 +6,7 @@ holds tokens ``i * seq_len ... (i + 1) * seq_len``, so every token is predicted 
 
 import fcntl
 import io
+import itertools
 import json
 import logging
 import shutil
@@ -22,14 +23,22 @@ from xxhash import xxh3_128_hexdigest
 from data_pipelines.corpus import documents
 from data_pipelines.errors import DataError
 from data_pipelines.jobs import Workers, worker_count
-from data_pipelines.order import derive_key, shuffle
+from data_pipelines.pack import Line, pack
 from data_pipelines.parts import SPLITS, Part, cut_parts, join_parts, stored_dtype, tokenize_parts
-from data_pipelines.shards import FORMAT, TOKEN_BYTES, Shard, ShardIndex, encode_shard
+from data_pipelines.shards import FORMAT, TOKEN_BYTES, ShardIndex
 from data_pipelines.store import LocalStore, Store, open_store
-from data_pipelines.tokenizer import SUMS, Tokenizer, load_tokenizer
+from data_pipelines.tokenizer import SUMS, Tokenizer, load_tokenizer, read_sums
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # (stage, done, total)
+LIMITS = {
+    "seq_len": (1, 1 << 20),
+    "heldout_percent": (0, 50),
+    "shard_mib": (1, 4096),
+    "block_kib": (1, 1 << 16),
+    "seed": (0, 1 << 63),
+    "workers": (0, 4096),
+}
 REQUEST, SUMMARY = "request.json", "prepared.json"
 
 
@@ -72,15 +81,11 @@ def prepare(spec: PrepareSpec, progress: Progress | None = None) -> PreparedSumm
             return PreparedSummary(**(json.loads(raw) | {"url": store.url}))
         store.write(REQUEST, _as_json(request))
         with Workers(worker_count(spec.workers, len(parts))) as workers:
-            return _Run(spec, tokenizer, store, parts, work, workers, report, fingerprint).all()
+            return _Run(spec, tokenizer, store, parts, fingerprint, work, workers, report).all()
 
 
 def _check(spec: PrepareSpec) -> None:
-    for name, low, high in (("seq_len", 1, 1 << 20), ("heldout_percent", 0, 50), ("shard_mib", 1, 4096)) + (
-        ("block_kib", 1, 1 << 16),
-        ("seed", 0, 1 << 63),
-        ("workers", 0, 4096),
-    ):
+    for name, (low, high) in LIMITS.items():
         value = getattr(spec, name)
         if type(value) is not int or not low <= value <= high:
             raise DataError(f"prepare.{name}: {value!r}; a whole number from {low} to {high}; change it")
@@ -130,26 +135,18 @@ def _work_folder(spec: PrepareSpec, store: Store, fingerprint: str) -> Iterator[
         shutil.rmtree(work)
 
 
+@dataclass(frozen=True)
 class _Run:
     """One preparation: what all its stages need."""
 
-    def __init__(
-        self,
-        spec: PrepareSpec,
-        tokenizer: Tokenizer,
-        store: Store,
-        parts: list[Part],
-        work: Path,
-        workers: Workers,
-        report: Progress,
-        fingerprint: str,
-    ):
-        self.spec, self.tokenizer, self.store, self.parts, self.work = spec, tokenizer, store, parts, work
-        self.workers, self.report, self.fingerprint = workers, report, fingerprint
-        self.dtype = stored_dtype(tokenizer.vocab_size)
-        row_bytes = (spec.seq_len + 1) * np.dtype(self.dtype).itemsize
-        self.rows_per_block = max(1, (spec.block_kib << 10) // row_bytes)
-        self.blocks_per_shard = max(1, (spec.shard_mib << 20) // (self.rows_per_block * row_bytes))
+    spec: PrepareSpec
+    tokenizer: Tokenizer
+    store: Store
+    parts: list[Part]
+    fingerprint: str
+    work: Path
+    workers: Workers
+    report: Progress
 
     def all(self) -> PreparedSummary:
         self._tokenize()
@@ -163,21 +160,20 @@ class _Run:
         return summary
 
     def _tokenize(self) -> None:
-        done = 0
-
-        def one_more() -> None:
-            nonlocal done
-            done += 1
-            self.report("tokenize", done, len(self.parts))
-
+        done = itertools.count(1)
         corpus = cut_parts(documents(self.spec.source), self.spec.heldout_percent)
-        tokenize_parts(corpus, self.tokenizer, self.work, self.workers, one_more)
+        tokenize_parts(
+            corpus,
+            self.tokenizer,
+            self.work,
+            self.workers,
+            done=lambda: self.report("tokenize", next(done), len(self.parts)),
+        )
 
     def _write_tokenizer(self) -> str:
         """A prepared set is self-contained: it carries its tokenizer and the bytes each token stands for."""
         folder = self.tokenizer.folder
-        names = [line.split(maxsplit=1)[1] for line in (folder / SUMS).read_text().splitlines() if line.strip()]
-        for name in (*names, SUMS):
+        for name in (*read_sums(folder), SUMS):
             self.store.write(f"tokenizer/{name}", (folder / name).read_bytes())
         buffer = io.BytesIO()
         np.save(buffer, self.tokenizer.token_bytes)
@@ -185,46 +181,41 @@ class _Run:
         return xxh3_128_hexdigest(buffer.getvalue())
 
     def _write_split(self, split: str, token_bytes_digest: str) -> ShardIndex:
-        ids = join_parts(self.parts, self.work, split)
-        num_rows = (ids.stat().st_size // np.dtype(self.dtype).itemsize - 1) // self.spec.seq_len
-        if num_rows < 1:
+        spec, tokenizer = self.spec, self.tokenizer
+        dtype = stored_dtype(tokenizer.vocab_size)
+        line = Line(join_parts(self.parts, self.work, split), dtype, spec.seq_len, split, spec.seed)
+        if line.num_rows < 1:
             raise DataError(
-                f"prepare.source: {self.spec.source} gives no row of {self.spec.seq_len} tokens to the {split} split; "
+                f"prepare.source: {spec.source} gives no row of {spec.seq_len} tokens to the {split} split; "
                 f"each split needs one; add documents, lower seq_len or change heldout_percent (0: no valid split)"
             )
-        step = self.rows_per_block * self.blocks_per_shard
-        jobs = [
-            self._shard_job(split, ids, first, min(step, num_rows - first), num_rows)
-            for first in range(0, num_rows, step)
-        ]
-        shards, num_bytes = [], 0
-        for shard, shard_bytes in self.workers.map(_write_shard, jobs):
-            shards.append(shard)
-            num_bytes += shard_bytes
-            self.report(f"write {split}", len(shards), len(jobs))
+        row_bytes = (spec.seq_len + 1) * np.dtype(dtype).itemsize
+        rows_per_block = max(1, (spec.block_kib << 10) // row_bytes)
+        blocks_per_shard = max(1, (spec.shard_mib << 20) // (rows_per_block * row_bytes))
+        shards, num_bytes = pack(
+            line,
+            str(spec.output),
+            rows_per_block,
+            blocks_per_shard,
+            tokenizer.token_bytes,
+            self.workers,
+            done=lambda count, total: self.report(f"write {split}", count, total),
+        )
         return ShardIndex(
-            dtype=self.dtype,
-            seq_len=self.spec.seq_len,
-            vocab_size=self.tokenizer.vocab_size,
-            bos_id=self.tokenizer.bos_id,
-            eos_id=self.tokenizer.eos_id,
-            num_rows=num_rows,
-            num_tokens=num_rows * self.spec.seq_len,
+            dtype=dtype,
+            seq_len=spec.seq_len,
+            vocab_size=tokenizer.vocab_size,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
+            num_rows=line.num_rows,
+            num_tokens=line.num_rows * spec.seq_len,
             num_bytes=num_bytes,
-            rows_per_block=self.rows_per_block,
-            blocks_per_shard=self.blocks_per_shard,
+            rows_per_block=rows_per_block,
+            blocks_per_shard=blocks_per_shard,
             fingerprint=self.fingerprint,
             token_bytes_digest=token_bytes_digest,
             shards=shards,
         )
-
-    def _shard_job(self, split: str, ids: Path, first: int, count: int, num_rows: int) -> tuple:
-        number = first // (self.rows_per_block * self.blocks_per_shard)
-        key = derive_key(self.spec.seed, "stored", split)
-        job = ShardJob(
-            str(self.spec.output), split, number, ids, self.dtype, self.spec.seq_len, first, count, num_rows, key
-        )
-        return job, self.rows_per_block, self.tokenizer.token_bytes
 
     def _summary(self, train: ShardIndex, valid: ShardIndex | None) -> PreparedSummary:
         return PreparedSummary(
@@ -237,31 +228,6 @@ class _Run:
             valid_tokens=valid.num_tokens if valid else 0,
             bytes_per_token=round(train.num_bytes / train.num_tokens, 4),
         )
-
-
-class ShardJob(NamedTuple):
-    """Which stored rows one shard holds, and where their tokens lie."""
-
-    output: str
-    split: str
-    number: int
-    ids: Path
-    dtype: str
-    seq_len: int
-    first: int
-    count: int
-    num_rows: int
-    key: np.ndarray
-
-
-def _write_shard(job: ShardJob, rows_per_block: int, token_bytes: np.ndarray) -> tuple[Shard, int]:
-    """Gather the rows, write the shard; its index line and the bytes of text it predicts."""
-    ids = np.memmap(job.ids, dtype=job.dtype, mode="r")
-    row = shuffle(np.arange(job.first, job.first + job.count), job.num_rows, job.key)
-    rows = ids[row[:, None] * job.seq_len + np.arange(job.seq_len + 1)]
-    shard, data = encode_shard(f"shard-{job.number:05d}.bin", rows, rows_per_block)
-    open_store(job.output).write(f"{job.split}/{shard.name}", data)
-    return shard, int(token_bytes[rows[:, 1:]].sum())
 
 
 def _as_json(value: dict) -> bytes:

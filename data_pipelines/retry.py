@@ -25,11 +25,13 @@ class Transient(Exception):
 
 def run(request: Callable[[], T], policy: Retry, where: str, transient: tuple[type[Exception], ...]) -> T:
     """``request()``, again after each transient failure, until the policy is used up."""
-    started = time.monotonic()
+    started, again = time.monotonic(), (Transient, *transient)
     for attempt in range(1, policy.attempts + 1):
         try:
             return request()
-        except (*transient, Transient) as error:
+        except Exception as error:
+            if not isinstance(error, again):
+                raise
             delay = min(policy.first_delay_s * 2 ** (attempt - 1), 5.0)
             elapsed = time.monotonic() - started
             if attempt == policy.attempts or elapsed + delay > policy.total_s:

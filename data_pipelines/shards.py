@@ -107,7 +107,7 @@ def read_token_bytes(store: Store, index: ShardIndex) -> NDArray[np.int64]:
 
 def encode_shard(name: str, rows: NDArray, rows_per_block: int) -> tuple[Shard, memoryview]:
     """The bytes of a shard and its line in the index. ``rows`` (n, seq_len + 1), in the stored dtype."""
-    data = memoryview(np.ascontiguousarray(rows)).cast("B")
+    data = np.ascontiguousarray(rows).data.cast("B")
     step = rows_per_block * rows.shape[1] * rows.itemsize
     blocks = [xxh3_128_hexdigest(data[at : at + step]) for at in range(0, len(data), step)]
     return Shard(name, len(rows), len(data), xxh3_128_hexdigest(data), blocks), data

@@ -85,12 +85,7 @@ def train_tokenizer(spec_file: str | Path) -> None:
 
 def check_sums(folder: Path) -> None:
     """Compare every file that SHA256SUMS names with its recorded hash."""
-    if not (folder / SUMS).is_file():
-        raise DataError(f"{folder}: no {SUMS}; a tokenizer folder is written by train_tokenizer; check the path")
-    sums = dict(reversed(line.split(maxsplit=1)) for line in (folder / SUMS).read_text().splitlines() if line.strip())
-    if MODEL not in sums:
-        raise DataError(f"{folder / SUMS}: does not name {MODEL}; every tokenizer has one; restore the folder")
-    for name, expected in sums.items():
+    for name, expected in read_sums(folder).items():
         path = folder / name
         actual = sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
         if actual != expected:
@@ -98,3 +93,14 @@ def check_sums(folder: Path) -> None:
                 f"{path}: sha256 {actual[:16]}, {SUMS} says {expected[:16]}; a tokenizer must not change under "
                 f"prepared data; restore the file, or train the tokenizer again"
             )
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """File name -> sha256, in the format of the ``sha256sum`` command."""
+    if not (folder / SUMS).is_file():
+        raise DataError(f"{folder}: no {SUMS}; a tokenizer folder is written by train_tokenizer; check the path")
+    lines = [line.split() for line in (folder / SUMS).read_text().splitlines()]
+    sums = {line[1]: line[0] for line in lines if len(line) == 2}
+    if MODEL not in sums:
+        raise DataError(f"{folder / SUMS}: does not name {MODEL}; every tokenizer has one; restore the folder")
+    return sums

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 import yaml
@@ -74,17 +75,17 @@ def _split(corpus: str, percent: int) -> tuple[list[str], list[str]]:
 
 def _train(texts: list[str], spec: dict) -> bytes:
     model = io.BytesIO()
+    options: dict[str, Any] = LOSSLESS | spec["options"]
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_lines(texts),
             model_writer=model,
             vocab_size=spec["vocab_size"],
-            **LOSSLESS,
             pad_piece="<pad>",
             user_defined_symbols=["\n"],  # sentencepiece learns from lines and would never see one
             num_threads=1,
             minloglevel=2,
-            **spec["options"],
+            **options,
         )
     except RuntimeError as error:
         last = str(error).splitlines()[-1][:200]

@@ -9,6 +9,8 @@ import pytest
 
 from data_pipelines import DataError, StreamError, TokenStream, valid_rows
 
+GOLDEN = [185, 191, 193, 196, 902, 926, 950, 953, 957, 961, 972, 977]  # 4 rows end epoch 3, 8 begin epoch 4
+
 
 @pytest.fixture(scope="module")
 def rows_set(tmp_path_factory, write_set) -> str:
@@ -73,6 +75,18 @@ def test_epochs_are_complete_and_differ(rows_set):
 def test_epochs_follow_without_a_gap_when_a_batch_straddles_them(rows_set):
     ids = np.concatenate([b.tokens[0, :, 0] for b in take(rows_set, 125, global_batch=24)])
     assert np.bincount(ids, minlength=1000).tolist() == [3] * 1000
+
+
+def test_the_batch_at_a_position_never_changes_between_versions(rows_set):
+    """Runs resume by position: a change of these rows breaks every one of them."""
+    (batch,) = take(rows_set, 1, global_batch=12, seed=5, position=3996)
+    assert batch.tokens[0, :, 0].tolist() == GOLDEN
+
+
+def test_numpy_integers_give_the_same_order(rows_set):
+    (plain,) = take(rows_set, 1, global_batch=12, seed=5, position=1992)
+    (numpy,) = take(rows_set, 1, global_batch=12, seed=np.int64(5), position=np.int64(1992))
+    np.testing.assert_array_equal(plain.tokens, numpy.tokens)
 
 
 def test_another_global_batch_reads_the_same_rows_in_the_same_order_of_batches(rows_set):
