@@ -1,0 +1,30 @@
+"""One rank's error is everybody's: all ranks raise the same line instead of waiting for the one that left."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def first_rank_decides(task: Callable[[], T]) -> T:
+    """Run ``task`` on rank 0 and give its result, or its exception, to every rank. Results must pickle."""
+    answer: list[object] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = task()
+        except Exception as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def raise_everywhere(error: Exception | None) -> None:
+    """Raise the first rank's error on all ranks, if any rank has one."""
+    errors: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if found := next(filter(None, errors), None):
+        raise found

@@ -1,0 +1,145 @@
+"""Read a checkpoint in any layout. Nothing is believed before its hash was seen."""
+
+import bisect
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.spec.recipe import Recipe
+from moe_zoo.train.checkpoint.format import FORMAT, ITEM_BYTES, MANIFEST, Chunk, digest, step_of
+
+
+class Checkpoint:
+    """One complete checkpoint. Raises ``CheckpointError`` if it is torn, altered or of another format."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        manifest = self._read_manifest()
+        self.step: int = manifest["step"]
+        self.recipe = Recipe.from_dict(manifest["recipe"])
+        self.chunks: dict[tuple[str, str], list[tuple[Chunk, str]]] = {}
+        for table in manifest["tables"]:
+            self._read_table(table)
+        for runs in self.chunks.values():
+            runs.sort(key=lambda run: run[0].start)
+
+    @property
+    def architecture(self) -> Architecture:
+        """Of the model whose weights these are."""
+        return self.recipe.model
+
+    def names(self, key: str) -> list[str]:
+        """Parameters that have ``key``: weight, exp_avg, exp_avg_sq or buffer."""
+        return [name for name, k in self.chunks if k == key]
+
+    def fetch(self, name: str, key: str, start: int, length: int) -> Tensor:
+        """``length`` flat fp32 values of a whole parameter from element ``start``, whoever wrote them."""
+        out = np.empty(length, np.float32)
+        runs = self.chunks.get((name, key), [])
+        first = max(0, bisect.bisect_right([chunk.start for chunk, _ in runs], start) - 1)
+        covered = start
+        for chunk, file in runs[first:]:
+            if covered >= start + length:
+                break
+            begin, end = max(chunk.start, start), min(chunk.start + chunk.length, start + length)
+            if begin != covered:
+                break
+            out[begin - start : end - start] = self._verified(chunk, file)[begin - chunk.start : end - chunk.start]
+            covered = end
+        if covered != start + length:
+            raise CheckpointError(
+                f"checkpoint {self.folder}: {key} of {name} has no element {covered}; every element must be saved "
+                f"once; use an earlier checkpoint"
+            )
+        return torch.from_numpy(out)
+
+    def verify(self) -> None:
+        """Read everything once. Raises ``CheckpointError`` for the first chunk that is not what was written."""
+        for runs in self.chunks.values():
+            for chunk, file in runs:
+                self._verified(chunk, file)
+
+    def check_model(self, architecture: Architecture) -> None:
+        """Refuse to put these weights into another model."""
+        ours, theirs = (_flat(a.to_dict()) for a in (architecture, self.architecture))
+        for key in ours.keys() | theirs.keys():
+            if ours.get(key) != theirs.get(key):
+                raise CheckpointError(
+                    f"checkpoint {self.folder}: holds another model, {key} is {theirs.get(key)} there and "
+                    f"{ours.get(key)} in the recipe; give the run another name, or set checkpoint.resume=false"
+                )
+
+    def _verified(self, chunk: Chunk, file: str) -> np.ndarray:
+        raw = np.zeros(0, np.float32)
+        if chunk.length:
+            with open(self.folder / file, "rb") as stream:
+                stream.seek(chunk.offset)
+                raw = np.frombuffer(stream.read(chunk.length * ITEM_BYTES), np.float32)
+        if raw.size != chunk.length or xxhash.xxh3_128_hexdigest(raw) != chunk.xxh3:
+            raise CheckpointError(
+                f"checkpoint {self.folder}: {file} is damaged at byte {chunk.offset} ({chunk.key} of {chunk.name}); "
+                f"its hash is not the one written; delete that folder to resume from the one before"
+            )
+        return raw
+
+    def _read_manifest(self) -> dict[str, Any]:
+        path = self.folder / MANIFEST
+        if not path.exists():
+            raise CheckpointError(f"checkpoint {self.folder}: no {MANIFEST}; it was never finished; delete the folder")
+        manifest = self._json(path)
+        stated = manifest.pop("sha256", None)
+        if manifest.get("format") != FORMAT or stated != digest(manifest):
+            raise CheckpointError(
+                f"checkpoint {self.folder}: {MANIFEST} is damaged or of another format; delete the folder to resume "
+                f"from the one before"
+            )
+        return manifest
+
+    def _read_table(self, table: dict[str, str]) -> None:
+        rows = self._json((self.folder / table["file"]).with_suffix(".json"))
+        if digest(rows) != table["sha256"]:
+            raise CheckpointError(f"checkpoint {self.folder}: the table of {table['file']} is damaged; delete the folder")
+        for row in rows:
+            chunk = Chunk(**row)
+            self.chunks.setdefault((chunk.name, chunk.key), []).append((chunk, table["file"]))
+
+    def _json(self, path: Path) -> Any:
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"checkpoint {self.folder}: {path.name}: {error}; delete the folder") from None
+
+
+def latest_checkpoint(root: Path, warn=lambda text: None) -> Checkpoint | None:
+    """The newest checkpoint below ``root`` that verifies; damaged ones are named to ``warn`` and skipped.
+
+    Raises ``CheckpointError`` if there are checkpoints and none is whole: a run never starts anew in silence.
+    """
+    found = root.iterdir() if root.is_dir() else []
+    folders = sorted((folder for folder in found if step_of(folder) is not None), key=step_of, reverse=True)
+    for folder in folders:
+        try:
+            checkpoint = Checkpoint(folder)
+            checkpoint.verify()
+            return checkpoint
+        except CheckpointError as error:
+            warn(str(error))
+    if any((folder / MANIFEST).exists() for folder in folders):
+        raise CheckpointError(
+            f"checkpoint {root}: none of {len(folders)} checkpoints is whole; training does not start anew over "
+            f"them; move the folder away, or set checkpoint.resume=false"
+        )
+    return None
+
+
+def _flat(values: Any, path: str = "model") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {path: values}
+    return {key: leaf for name, value in values.items() for key, leaf in _flat(value, f"{path}.{name}").items()}

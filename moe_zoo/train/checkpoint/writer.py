@@ -1,0 +1,94 @@
+"""Save what every rank answers for. A failure on one rank is everybody's, and leaves no checkpoint behind."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from moe_zoo.engines import Engine
+from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.train.checkpoint.format import (
+    FORMAT,
+    ITEM_BYTES,
+    MANIFEST,
+    Chunk,
+    data_file,
+    digest,
+    folder_name,
+    step_of,
+    sync_folder,
+    write_durably,
+)
+
+
+def save_checkpoint(root: Path, engine: Engine, step: int, keep: int | None = None) -> Path:
+    """Write ``root/step-<step>`` from every rank and drop all but the newest ``keep``. Collective."""
+    folder, rank = root / folder_name(step), dist.get_rank()
+    if rank == 0 and folder.exists() and not (folder / MANIFEST).exists():
+        shutil.rmtree(folder)  # torn by an earlier crash
+    dist.barrier()
+    if (folder / MANIFEST).exists():
+        return folder
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, _attempt(folder, engine, rank))
+    if failures := [text for text, _ in answers if text]:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise CheckpointError(failures[0])
+    if rank == 0:
+        manifest = {"format": FORMAT, "step": step, "recipe": engine.recipe.to_dict()}
+        manifest["tables"] = [table for _, table in answers]
+        write_durably(folder / MANIFEST, json.dumps(manifest | {"sha256": digest(manifest)}, indent=1))
+        _drop_old(root, keep)
+    dist.barrier()
+    return folder
+
+
+def _attempt(folder: Path, engine: Engine, rank: int) -> tuple[str | None, dict[str, str] | None]:
+    try:
+        return None, _write_rank(folder, engine, rank)
+    except OSError as error:
+        free = shutil.disk_usage(next(parent for parent in folder.parents if parent.exists())).free
+        return (
+            f"checkpoint {folder}: {error.strerror or error}; {free >> 20} MiB are free; earlier checkpoints are "
+            f"whole: free some space or lower checkpoint.keep, and start again to resume"
+        ), None
+
+
+def _write_rank(folder: Path, engine: Engine, rank: int) -> dict[str, str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    chunks, offset = [], 0
+    with open(folder / data_file(rank), "wb") as file:
+        for name, key, start, values in _chunks(engine, rank):
+            raw = values.detach().to("cpu", torch.float32).contiguous().numpy()
+            file.write(raw)
+            chunks.append(Chunk(name, key, start, raw.size, offset, xxhash.xxh3_128_hexdigest(raw)))
+            offset += raw.size * ITEM_BYTES
+        file.flush()
+        os.fsync(file.fileno())
+    table = [chunk._asdict() for chunk in chunks]
+    write_durably((folder / data_file(rank)).with_suffix(".json"), json.dumps(table))
+    sync_folder(folder)
+    return {"file": data_file(rank), "sha256": digest(table)}
+
+
+def _chunks(engine: Engine, rank: int) -> list[tuple[str, str, int, Tensor]]:
+    chunks = [(s.name, key, s.start, values) for s in engine.shards() for key, values in s.tensors.items()]
+    if rank == 0:  # the same on every rank
+        chunks += [(name, "buffer", 0, buffer.view(-1)) for name, buffer in engine.module.named_buffers()]
+    return chunks
+
+
+def _drop_old(root: Path, keep: int | None) -> None:
+    if keep is None:
+        return
+    whole = sorted(folder for folder in root.iterdir() if step_of(folder) is not None and (folder / MANIFEST).exists())
+    for folder in whole[:-keep]:
+        (folder / MANIFEST).unlink()  # first: a crash half-way leaves no checkpoint rather than a torn one
+        shutil.rmtree(folder)

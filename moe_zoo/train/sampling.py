@@ -1,0 +1,29 @@
+"""Text from a model that is spread over ranks: every rank runs the same prompt, so every rank draws the same token."""
+
+import torch
+from torch import Tensor
+
+from moe_zoo.engines import Engine, MicroBatch
+from moe_zoo.ops.documents import IGNORED, PackedRows
+
+
+@torch.no_grad()
+def sample(engine: Engine, prompt: list[int], num_tokens: int, *, eos_id: int, seed: int, temperature=0.8) -> list[int]:
+    """Continue ``prompt`` (token ids) by up to ``num_tokens``. Collective; no cache: it is a look, not a service."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    window = engine.recipe.data.seq_len
+    engine.module.eval()
+    for _ in range(num_tokens):
+        input_ids = torch.tensor([tokens[-window:]], device=engine.mesh.device)
+        logits = engine.forward(MicroBatch(_rows(input_ids))).logits[0, -1]
+        probs = (logits.float().cpu() / temperature).softmax(-1)
+        tokens.append(int(torch.multinomial(probs, 1, generator=generator)))
+        if tokens[-1] == eos_id:
+            break
+    return tokens[len(prompt) :]
+
+
+def _rows(input_ids: Tensor) -> PackedRows:
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    return PackedRows(input_ids, torch.full_like(input_ids, IGNORED), positions, None)
