@@ -23,9 +23,9 @@ class Transient(Exception):
     """Worth another try: the answer came, and is not what was asked for."""
 
 
-def run(request: Callable[[], T], policy: Retry, where: str, transient: tuple[type[Exception], ...]) -> T:
+def run(request: Callable[[], T], policy: Retry, where: str, transient: type[Exception]) -> T:
     """``request()``, again after each transient failure, until the policy is used up."""
-    started, again = time.monotonic(), (Transient, *transient)
+    started, again = time.monotonic(), (Transient, transient)
     for attempt in range(1, policy.attempts + 1):
         try:
             return request()

@@ -179,7 +179,7 @@ class S3Store:
         client, key = self._open(), f"{self._prefix}/{name}" if self._prefix else name
         where = f"{self.url}/{name}"
         try:
-            return run(lambda: request(client, key), self.retry, where, (GenericError,))
+            return run(lambda: request(client, key), self.retry, where, GenericError)
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise StreamError(
                 f"{where}: the store refused access; keys come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; "

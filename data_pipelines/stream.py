@@ -21,6 +21,7 @@ from data_pipelines.shards import ShardReader, read_token_bytes
 from data_pipelines.store import open_store
 
 WINDOW_BLOCKS = 16  # part of the order: another number breaks every run that resumes
+ROWS_AHEAD = 1 << 13
 CLOSE_S = 5.0
 
 
@@ -129,11 +130,20 @@ class _Share:
         self.reader, self.order, self.global_batch = reader, order, global_batch
         places = np.arange(global_batch).reshape(micro_batches, dp, -1)
         self.places = np.ascontiguousarray(places[:, dp_rank])  # (micro_batches, rows)
+        self._known, self._known_from = np.empty(0, dtype=np.int64), 0  # row ids ahead: many at once cost little more
 
     def batch(self, position: int) -> RowBatch:
-        ids = np.sort(self.order.rows(position, self.global_batch))[self.places]
+        ids = np.sort(self._rows_at(position))[self.places]
         tokens = self.reader.rows(ids.reshape(-1))
         return RowBatch(tokens.reshape(*ids.shape, -1), self.places.copy())
+
+    def _rows_at(self, position: int) -> NDArray[np.int64]:
+        first = position - self._known_from
+        if not 0 <= first <= len(self._known) - self.global_batch:
+            batches = max(1, ROWS_AHEAD // self.global_batch)
+            self._known, self._known_from = self.order.rows(position, batches * self.global_batch), position
+            first = 0
+        return self._known[first : first + self.global_batch]
 
 
 def _read_ahead(share: _Share, position: int, ready: queue.Queue, stop: threading.Event) -> None:
