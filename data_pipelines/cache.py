@@ -37,24 +37,25 @@ class CachedStore:
         try:
             data = memoryview(path.read_bytes())
             os.utime(path)  # the time of last use
-        except FileNotFoundError:
-            data = memoryview(b"")
+        except OSError:
+            data = memoryview(b"")  # not there, or not for us: the remote store has it
         if mismatch(block, data):
             data = self._remote.read_block(block)
-            self._keep(path, data)
+            try:
+                self._keep(path, data)
+            except (DataError, OSError) as error:  # a full disk must not stop training
+                log.warning("block not cached: %s", error)
         return data
 
     def _keep(self, path: Path, data: memoryview) -> None:
         """Sweep before writing. Sweeps are rare and leave an eighth free, enough for 8 ranks between their sweeps."""
+        allowed = self._max_bytes * 7 // 8 - len(data)
         self._added += len(data)
         if self._added > self._max_bytes // 64:
-            self._sweep(self._max_bytes * 7 // 8 - len(data))
+            self._sweep(allowed)
             self._added = 0
-        if len(data) <= self._max_bytes * 7 // 8:
-            try:
-                write_atomically(path, data)
-            except (DataError, OSError) as error:  # a cache that cannot keep a block still has read it
-                log.warning("block not cached: %s", error)
+        if allowed >= 0:
+            write_atomically(path, data, survives_power_loss=False)  # a torn block is noticed and fetched again
 
     def _sweep(self, allowed: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

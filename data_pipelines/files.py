@@ -12,7 +12,7 @@ from data_pipelines.errors import DataError
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def write_atomically(path: Path, data: bytes | memoryview) -> None:
+def write_atomically(path: Path, data: bytes | memoryview, survives_power_loss: bool = True) -> None:
     """Write beside ``path``, fsync, rename: readers see the old file or the new one, never a part."""
     with disk_full_is_clear(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,12 +22,14 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
                 file.write(data)
                 file.flush()
                 os.fchmod(file.fileno(), 0o644)
-                os.fsync(file.fileno())
+                if survives_power_loss:
+                    os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
             raise
-        _sync_folder(path.parent)
+        if survives_power_loss:
+            _sync_folder(path.parent)
 
 
 @contextmanager

@@ -187,7 +187,7 @@ class _Run:
         if line.num_rows < 1:
             raise DataError(
                 f"prepare.source: {spec.source} gives no row of {spec.seq_len} tokens to the {split} split; "
-                f"each split needs one; add documents, lower seq_len or change heldout_percent (0: no valid split)"
+                f"each split needs one; add documents (a file is one), lower seq_len or change heldout_percent (0: no valid split)"
             )
         row_bytes = (spec.seq_len + 1) * np.dtype(dtype).itemsize
         rows_per_block = max(1, (spec.block_kib << 10) // row_bytes)

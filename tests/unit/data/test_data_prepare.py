@@ -1,10 +1,12 @@
 """Preparation: the same bytes however it runs, whatever interrupts it; every token predicted once."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from data_pipelines import DataError, PrepareSpec, TokenStream, documents, load_tokenizer, open_store, prepare
 from data_pipelines.corpus import is_heldout
+from data_pipelines.jobs import Workers
 from data_pipelines.shards import ShardReader
 
 ROOT = Path(__file__).parents[3]
@@ -192,6 +195,29 @@ def test_impossible_numbers_are_refused(spec, tmp_path, change, text):
     assert str(error.value) == text
 
 
+def test_an_output_that_cannot_be_written_is_one_clear_line(spec, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError) as error:
+        prepare(replace(spec, output=tmp_path / "file"))
+    assert str(error.value) == (
+        f"{tmp_path}/file/.work: Not a directory; preparation writes there; choose another output or work"
+    )
+
+
+def test_two_preparations_of_one_folder_at_once_do_the_work_once(spec, prepared, tmp_path):
+    """The second waits for the first and finds its work done."""
+    steps: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(prepare, replace(spec, output=tmp_path), lambda *step: steps.append(step)) for _ in "ab"]
+    assert both[0].result() == both[1].result() and len(steps) == len(set(steps))
+    assert same_bytes(tmp_path, spec.output)
+
+
+def test_a_dead_worker_is_one_clear_line(spec, tmp_path):
+    with pytest.raises(DataError, match="workers: 2; one ended early, for want of memory or because your script"):
+        list(Workers(2).map(os._exit, [(1,)] * 3))
+
+
 def test_an_empty_split_is_one_clear_line(spec, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("one document only " * 100)
@@ -200,7 +226,7 @@ def test_an_empty_split_is_one_clear_line(spec, tmp_path):
         prepare(replace(spec, source=source, output=tmp_path / "set"))
     assert str(error.value) == (
         f"prepare.source: {source} gives no row of 65 tokens to the valid split; each split needs one; "
-        f"add documents, lower seq_len or change heldout_percent (0: no valid split)"
+        f"add documents (a file is one), lower seq_len or change heldout_percent (0: no valid split)"
     )
 
 

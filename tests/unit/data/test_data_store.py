@@ -1,6 +1,7 @@
 """Stores: S3 equals local, faults heal or are named within a bounded time, the cache stays bounded and honest."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -129,6 +130,25 @@ def test_the_cache_stays_bounded_and_drops_the_least_recently_used(tmp_path, buc
     kept = {p.stem for p in tmp_path.iterdir()}
     assert blocks[0].digest in kept and blocks[-1].digest in kept and blocks[1].digest not in kept
     assert len(kept) > 30
+
+
+def test_a_cache_that_cannot_keep_blocks_still_reads(served, tmp_path, caplog):
+    (tmp_path / "cache").mkdir()
+    store = open_store("s3://bucket", cache_dir=tmp_path / "cache", retry=FAST)
+    reader = ShardReader(store, "train")
+    reader.rows(np.arange(7))
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("a file where the folder was")
+    assert reader.rows(np.arange(100))[:, 0].tolist() == list(range(100))
+    assert "block not cached" in caplog.text
+
+
+def test_a_missing_bucket_is_one_clear_line(bucket):
+    with pytest.raises(DataError) as error:
+        open_store("s3://no-such-bucket/x").write("a", b"1")
+    assert str(error.value) == (
+        "s3://no-such-bucket/x: no such bucket; nothing is created for you; create it, or fix its name"
+    )
 
 
 def test_a_cache_smaller_than_a_block_is_refused(aws, tmp_path):
