@@ -30,3 +30,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+from moe_zoo.models.auto import watch_transformers  # noqa: E402
+
+watch_transformers()

@@ -42,7 +42,8 @@ class GroupedQueryAttention(nn.Module):
         k_BHSd = rotate(self.key_norm(k_BHSd), angles)
         if cache is not None:
             k_BHSd, v_BHSd = cache.update(k_BHSd, v_BHSd, self.layer)
+        is_causal = mask is None and q_BHSd.shape[2] > 1  # one query at the end of a cache sees every key
         out_BHSd = F.scaled_dot_product_attention(
-            q_BHSd, k_BHSd, v_BHSd, attn_mask=mask, is_causal=mask is None, enable_gqa=self.is_grouped
+            q_BHSd, k_BHSd, v_BHSd, attn_mask=mask, is_causal=is_causal, enable_gqa=self.is_grouped
         )
         return self.out(out_BHSd.transpose(1, 2).flatten(2))

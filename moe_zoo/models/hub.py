@@ -1,0 +1,39 @@
+"""``moe_zoo.load``: a model from a folder, a Hub id, or the name of a preset."""
+
+from pathlib import Path
+from typing import Any
+
+from moe_zoo.models.causal_lm import MoeZooForCausalLM
+from moe_zoo.models.config import MoeZooConfig
+from moe_zoo.models.init import initialize
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.spec.presets import load_preset, preset_names
+
+
+def load(name: str | Path, *, seed: int = 0, **kwargs: Any) -> MoeZooForCausalLM:
+    """A model ready to generate: trained weights of a folder or Hub id, or a preset with fresh ones.
+
+    ``kwargs`` go to ``from_pretrained``. Raises ``CheckpointError`` if there is no such model.
+    """
+    if str(name) in preset_names():
+        model = from_architecture(load_preset(str(name)))
+        initialize(model.model, seed)
+        return model.eval()
+    if Path(name).exists() and not (Path(name) / "config.json").is_file():
+        raise CheckpointError(
+            f"load: {name}; a model folder holds a config.json, this one does not; give the folder that "
+            f"save_pretrained or moe-zoo export wrote"
+        )
+    try:
+        return MoeZooForCausalLM.from_pretrained(name, **kwargs)
+    except OSError as error:
+        raise CheckpointError(
+            f"load: {name}; not a folder, a reachable Hub id or a preset ({str(error).splitlines()[0]}); presets: "
+            f"{', '.join(preset_names())}"
+        ) from None
+
+
+def from_architecture(architecture: Architecture, **config: Any) -> MoeZooForCausalLM:
+    """A model of this shape, weights still to be filled."""
+    return MoeZooForCausalLM(MoeZooConfig(architecture=architecture.to_dict(), **config))
