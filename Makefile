@@ -5,7 +5,9 @@
 VENV := .venv/bin
 CANDIDATES := python3.13 python3.12 python3.11 python3
 FITS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
-PYTHON ?= $(shell for p in $(CANDIDATES); do "$$p" -c "$(FITS)" >/dev/null 2>&1 && echo "$$p" && break; done)
+ifeq ($(origin PYTHON), undefined)
+PYTHON := $(shell for p in $(CANDIDATES); do "$$p" -c "$(FITS)" >/dev/null 2>&1 && echo "$$p" && break; done)
+endif
 
 .PHONY: demo test lint clean setup setup-dev
 

@@ -86,7 +86,7 @@ def answers(index: str) -> bool:
 
 
 def pip(*arguments: str) -> None:
-    options = ("--quiet", "--disable-pip-version-check", "--no-input", "--constraint", str(CONSTRAINTS))
+    options = ("-qq", "--disable-pip-version-check", "--no-input", "--constraint", str(CONSTRAINTS))
     run(PYTHON, "-m", "pip", "install", *options, *arguments)
 
 
