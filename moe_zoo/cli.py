@@ -100,13 +100,14 @@ def generate(
 
 @app.command(epilog="Example: moe-zoo export runs/switch-lm-tiny exported/switch-lm-tiny")
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    output: Annotated[Path, typer.Argument(help="A new folder for config.json, weights and tokenizer.")],
+    run: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
+    output: Annotated[Path, typer.Argument(help="A folder for config.json, weights and tokenizer.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="Its folder, where it is no longer the recipe's.")] = None,
 ) -> None:
-    """Write a run's last checkpoint as a folder that transformers loads."""
-    from moe_zoo.models.hub import export_run
+    """Write a run's newest checkpoint as a folder that transformers loads."""
+    from moe_zoo.train.export import export_checkpoint
 
-    export_run(run, output)
+    print(export_checkpoint(run, output, tokenizer))
 
 
 @app.command(epilog="Example: moe-zoo schema > docs/recipe.schema.json")

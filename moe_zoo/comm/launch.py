@@ -164,6 +164,7 @@ def _store(world: World, timeout: timedelta) -> "Store":
     import torch.distributed as dist
 
     if "RANK" not in os.environ:
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even of a process alone
         return dist.HashStore()
     if STORE_FD in os.environ and world.is_main:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

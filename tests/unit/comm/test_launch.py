@@ -129,11 +129,14 @@ def test_accelerates_default_config_counts_where_no_other_is_named(tmp_path, mon
     assert ancestors._asked(["recipes/"]) == 7
 
 
-def test_a_process_alone_gets_a_group_that_no_other_can_join():
+def test_a_process_alone_gets_a_group_that_no_other_can_join(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.delenv("LOCAL_RANK")  # set by the group and, so recorded, unset after the test
     device = launch.init_process_group(World(), timeout_s=5)
     try:
         assert (dist.get_world_size(), device.type) == (1, "cuda" if torch.cuda.is_available() else "cpu")
         assert launch.init_process_group(World()) == device, "a group that exists is kept"
+        assert os.environ["LOCAL_RANK"] == "0", "DeepSpeed refuses without it"
     finally:
         launch.destroy()
     assert not dist.is_initialized()
