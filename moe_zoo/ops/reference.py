@@ -36,7 +36,7 @@ def choose(
 ) -> tuple[list[int], list[Tensor]]:
     """Experts and weights of one token from its router logits (E,)."""
     scores = [s for s in logits.softmax(0)] if score == "softmax" else [s.sigmoid() for s in logits]
-    wanted = [float(s) + (float(bias[e]) if bias is not None else 0.0) for e, s in enumerate(scores)]
+    wanted = [float(s.detach()) + (float(bias[e]) if bias is not None else 0.0) for e, s in enumerate(scores)]
     chosen = sorted(range(len(scores)), key=lambda e: -wanted[e])[:top_k]
     weights = [scores[e] for e in chosen]
     total = sum(weights) if normalize else 1.0

@@ -19,6 +19,7 @@ from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Recipe
 from moe_zoo.train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from moe_zoo.train.console import TrainingDisplay
+from moe_zoo.train.export import export_checkpoint
 from moe_zoo.train.feed import Feed
 from moe_zoo.train.metrics import Metrics, MetricsFile, WandbRun, peak_flops_per_s, step_metrics
 from moe_zoo.train.sampling import sample
@@ -76,6 +77,7 @@ class Run:
                 self._sample()
             if is_last or _is_due(self.step, self.recipe.checkpoint.every):
                 saved = self._save()
+        first_rank_decides(self._export)
         return self.folder
 
     def _read(self) -> tuple[list[MicroBatch], DataError | None]:
@@ -117,6 +119,10 @@ class Run:
         folder = save_checkpoint(self.folder / "checkpoints", self.engine, self.step, self.recipe.checkpoint.keep)
         self.display.say(f"step {self.step}: saved {folder}")
         return self.step
+
+    def _export(self) -> None:
+        out = export_checkpoint(self.folder, self.folder / "model")
+        self.display.say(f"exported {out}; load it with moe_zoo.load({str(out)!r}) or AutoModelForCausalLM")
 
     def _log(self, metrics: Metrics) -> None:
         self.display.step(self.step, metrics)

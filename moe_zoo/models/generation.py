@@ -1,0 +1,26 @@
+"""Continue a prompt with a saved model: what ``moe-zoo generate`` does."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from moe_zoo.models.hub import load
+
+
+def generate_text(model: str | Path, prompt: str, *, num_tokens: int, temperature: float = 0.8, seed: int = 0) -> str:
+    """Up to ``num_tokens`` new tokens after ``prompt``, as text. ``temperature`` 0 takes the likeliest each time.
+
+    ``model`` is a folder that ``save_pretrained`` wrote, a run's folder with such a ``model`` inside, or a Hub id.
+    """
+    inside = Path(model) / "model"
+    folder = inside if (inside / "config.json").is_file() else model
+    network = load(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = [network.config.bos_token_id, *tokenizer.encode(prompt, add_special_tokens=False)]
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    out = network.generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=num_tokens, **sampling
+    )
+    return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)

@@ -1,0 +1,45 @@
+"""A checkpoint of any layout -> a folder that ``from_pretrained`` loads. One process, no cluster."""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from moe_zoo.models.causal_lm import MoeZooForCausalLM
+from moe_zoo.models.hub import from_architecture
+from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.train.checkpoint import Checkpoint, latest_checkpoint
+
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
+
+
+def export_checkpoint(source: Path, out: Path, tokenizer: Path | None = None) -> Path:
+    """Write weights, configuration, code and tokenizer of a run's newest checkpoint, or of one given, to ``out``."""
+    checkpoint = Checkpoint(source) if (source / "MANIFEST.json").exists() else _newest(source)
+    tokenizer = tokenizer or Path(checkpoint.recipe.data.tokenizer)
+    if not tokenizer.is_dir():
+        raise CheckpointError(f"export: tokenizer {tokenizer}; no such folder; give it with --tokenizer")
+    _model(checkpoint, tokenizer).save_pretrained(out)
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).exists():
+            shutil.copy2(tokenizer / name, out / name)
+    return out
+
+
+def _newest(source: Path) -> Checkpoint:
+    for root in (source, source / "checkpoints"):
+        if checkpoint := latest_checkpoint(root):
+            return checkpoint
+    raise CheckpointError(f"export: {source}; holds no checkpoint; give a run's folder or one of its checkpoints")
+
+
+@torch.no_grad()
+def _model(checkpoint: Checkpoint, tokenizer: Path) -> MoeZooForCausalLM:
+    from data_pipelines import load_tokenizer
+
+    ids = load_tokenizer(tokenizer)
+    model = from_architecture(checkpoint.architecture, bos_token_id=ids.bos_id, eos_token_id=ids.eos_id).eval()
+    for key, tensors in (("weight", model.model.named_parameters()), ("buffer", model.model.named_buffers())):
+        for name, tensor in tensors:
+            tensor.copy_(checkpoint.fetch(name, key, 0, tensor.numel()).view_as(tensor))
+    return model

@@ -1,0 +1,116 @@
+"""Hugging Face style: save, load, Auto classes, remote code, generation with a cache."""
+
+import copy
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import moe_zoo
+from moe_zoo.models.remote_code import bundle
+from moe_zoo.spec.errors import CheckpointError
+
+IDS = torch.tensor([[5, 9, 13, 21, 7, 6], [30, 31, 32, 33, 8, 4]])
+
+
+@pytest.fixture(scope="module", params=["switch-lm-test", "topk-lm-test"])
+def saved(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    model = moe_zoo.load(request.param, seed=1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("selection_bias"):
+            buffer.copy_(torch.linspace(-0.1, 0.1, len(buffer)))
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def test_a_saved_model_loads_bit_equal_by_every_door(saved):
+    model, folder = saved
+    expected = model(IDS).logits
+    for loaded in (moe_zoo.load(folder), AutoModelForCausalLM.from_pretrained(folder)):
+        assert type(loaded) is type(model)
+        assert torch.equal(loaded.eval()(IDS).logits, expected)
+    assert AutoConfig.from_pretrained(folder).to_architecture() == model.config.to_architecture()
+
+
+def test_it_loads_where_moe_zoo_is_not_installed(saved, tmp_path):
+    model, folder = saved
+    torch.save(model(IDS).logits, tmp_path / "expected.pt")
+    script = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("moe_zoo", "data_pipelines"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+import torch
+from transformers import AutoModelForCausalLM
+model, notes = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True, output_loading_info=True)
+assert not notes["missing_keys"] and not notes["unexpected_keys"], notes
+logits = model.eval()(torch.tensor({IDS.tolist()})).logits
+torch.testing.assert_close(logits, torch.load({str(tmp_path / "expected.pt")!r}))
+model.save_pretrained({str(tmp_path / "again")!r})
+"""
+    env = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    name = "modeling_moe_zoo.py"
+    assert (tmp_path / "again" / name).read_text() == (folder / name).read_text()
+
+
+def test_generation_with_a_cache_equals_generation_without(saved):
+    model = copy.deepcopy(saved[0]).double()  # no near-tie of two experts is decided by rounding
+    with_cache, without = (model.generate(IDS, max_new_tokens=12, do_sample=False, use_cache=use) for use in (True, False))
+    assert torch.equal(with_cache, without)
+
+
+def test_left_padding_changes_nothing(saved):
+    model = copy.deepcopy(saved[0]).double()
+    padding = torch.zeros(2, 3, dtype=torch.long)
+    mask = torch.cat((padding, torch.ones_like(IDS)), 1)
+    padded = model.generate(torch.cat((padding, IDS), 1), attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert torch.equal(padded[:, 3:], model.generate(IDS, max_new_tokens=8, do_sample=False))
+
+
+def test_labels_give_the_mean_loss_of_the_next_token(saved):
+    model, _ = saved
+    out = model(IDS, labels=IDS)
+    log_probs = out.logits[:, :-1].log_softmax(-1)
+    truth = -log_probs.gather(-1, IDS[:, 1:, None]).mean()
+    torch.testing.assert_close(out.loss, truth)
+
+
+def test_the_export_names_no_package_of_ours():
+    source = bundle()
+    compile(source, "modeling_moe_zoo.py", "exec")
+    assert "from moe_zoo" not in source and "import moe_zoo" not in source
+
+
+def test_importing_moe_zoo_costs_no_torch():
+    script = "import sys, moe_zoo; assert not {'torch', 'transformers', 'pydantic'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("order", ["import moe_zoo, transformers", "import transformers, moe_zoo"])
+def test_auto_classes_know_us_whatever_is_imported_first(order, saved):
+    _, folder = saved
+    script = f"{order}; print(type(transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})).__module__)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "moe_zoo.models.causal_lm", done.stderr
+
+
+def test_a_folder_without_a_model_is_one_clear_line(tmp_path):
+    with pytest.raises(CheckpointError, match=r"^load: .*; a model folder holds a config.json, this one does not; give"):
+        moe_zoo.load(tmp_path)
+
+
+def test_another_model_s_keys_are_an_error(saved, tmp_path):
+    _, folder = saved
+    shutil.copytree(folder, tmp_path / "copy")
+    text = (tmp_path / "copy" / "config.json").read_text()
+    (tmp_path / "copy" / "config.json").write_text(text.replace('"d_model"', '"d_modle"'))
+    with pytest.raises(moe_zoo.MoeZooError, match="model.d_modle: unknown key; did you mean 'd_model'?"):
+        moe_zoo.load(tmp_path / "copy")
