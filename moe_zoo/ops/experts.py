@@ -108,11 +108,11 @@ def _grouped_experts(x_TD, experts_TK, weights_TK, w_up, w_down, activation: str
     order_N, counts_E = sort_slots(experts_TK, len(w_up))
     ends_E = counts_E.cumsum(0).to(torch.int32)
     dropped_N1 = (torch.arange(T * K, device=x_TD.device) >= ends_E[-1])[:, None]
-    # Rows behind the last expert come out uninitialised, forward and backward: both ends are masked.
+    # Rows behind the last expert come out of a grouped product uninitialised, forward and backward: all ends are masked.
     rows_ND = x_TD.index_select(0, order_N // K).masked_fill(dropped_N1, 0)
     pre_NF = F.grouped_mm(rows_ND, w_up, offs=ends_E).masked_fill(dropped_N1, 0)
     gains_N1 = weights_TK.reshape(-1, 1).index_select(0, order_N)
-    act_NF = (_activate(pre_NF, activation, gated)[0] * gains_N1).to(x_TD.dtype)
+    act_NF = (_activate(pre_NF, activation, gated)[0] * gains_N1).to(x_TD.dtype).masked_fill(dropped_N1, 0)
     out_ND = F.grouped_mm(act_NF, w_down, offs=ends_E).masked_fill(dropped_N1, 0)
     return out_ND.index_select(0, inverse_permutation(order_N)).view(T, K, -1).sum(1)
 

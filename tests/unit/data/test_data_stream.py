@@ -1,6 +1,7 @@
 """The stream: what a batch holds depends on (seed, position) alone."""
 
 import os
+import signal
 import threading
 import time
 
@@ -56,7 +57,7 @@ def test_a_global_batch_is_in_storage_order(rows_set):
 
 def test_resume_at_any_position_equals_the_unbroken_stream(rows_set):
     unbroken = take(rows_set, 60, global_batch=24, seed=4)  # 1,440 rows of 1,000: crosses an epoch
-    stream = TokenStream(rows_set, global_batch=24, seed=4)
+    stream = TokenStream(rows_set, global_batch=24, seed=4, dp=2)
     for step in (0, 17, 40, 41, 59):
         (batch,) = take(rows_set, 1, global_batch=24, seed=4, position=24 * step)
         np.testing.assert_array_equal(batch.tokens, unbroken[step].tokens)
@@ -195,6 +196,7 @@ def test_a_forked_child_is_refused(rows_set):
     next(stream)
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
+        signal.alarm(10)  # a child that hangs fails this test
         try:
             next(stream)
         except StreamError as error:
