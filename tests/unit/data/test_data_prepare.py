@@ -16,6 +16,7 @@ import pytest
 from data_pipelines import DataError, PrepareSpec, TokenStream, documents, load_tokenizer, open_store, prepare
 from data_pipelines.corpus import is_heldout
 from data_pipelines.jobs import Workers
+from data_pipelines.parts import stored_dtype
 from data_pipelines.shards import ShardReader
 
 ROOT = Path(__file__).parents[3]
@@ -178,6 +179,23 @@ def test_another_tokenizer_or_corpus_is_refused_even_when_the_first_was_interrup
     (tmp_path / "texts" / "a.txt").write_text("another text " * 1000)
     with pytest.raises(DataError, match=r"was prepared with corpus \w{32}, now \w{32}; one folder holds one"):
         prepare(replace(spec, output=tmp_path / "set", source=tmp_path / "texts"))
+
+
+def test_a_text_that_changed_is_another_corpus(spec, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / "texts" / f"part-{number:03d}.txt").write_text(f"text {number:03d} of the router " * 50)
+    spec = replace(spec, source=tmp_path / "texts", output=tmp_path / "set")
+    prepare(spec)
+    changed = tmp_path / "texts" / "part-000.txt"
+    changed.write_text(changed.read_text().replace("text 000", "text 999", 1))
+    with pytest.raises(DataError, match=r"was prepared with corpus \w{32}, now \w{32}"):
+        prepare(spec)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(2048, "<u2"), (65536, "<u2"), (65537, "<u4")])
+def test_ids_are_stored_in_the_smallest_type_that_holds_them(vocab_size, dtype):
+    assert stored_dtype(vocab_size) == dtype
 
 
 @pytest.mark.parametrize(
