@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from xxhash import xxh3_128_hexdigest
 
 from data_pipelines import DataError, StreamError, TokenStream, open_store, valid_rows
 from data_pipelines.retry import Retry
 from data_pipelines.shards import ShardReader
+from data_pipelines.store import Block
 
 FAST = Retry(attempts=4, total_s=5.0, first_delay_s=0.01, request_s=1.0, connect_s=1.0)
 
@@ -109,26 +111,21 @@ def test_a_bad_cached_block_is_fetched_again(served, tmp_path):
     np.testing.assert_array_equal(read_rows(cache_dir=tmp_path / "cache"), first)
 
 
-def test_the_cache_stays_bounded_and_drops_the_least_recently_used(tmp_path, bucket):
-    from xxhash import xxh3_128_hexdigest
-
-    from data_pipelines.store import Block
-
-    limit, size = 4 << 20, 100_000
-    store = open_store(f"{bucket}/blocks", cache_dir=tmp_path, cache_bytes=limit)
-    blocks = []
+def test_the_cache_stays_bounded_and_drops_the_least_recently_used(tmp_path, fault_server):
+    limit, size, cache = 4 << 20, 100_000, tmp_path / "cache"
+    store, blocks = open_store("s3://bucket", cache_dir=cache, cache_bytes=limit), []
     for number in range(60):
         data = np.full(size, number, dtype=np.uint8).tobytes()
-        store.write(f"{number}", data)
+        open_store(fault_server.folder).write(f"{number}", data)
         blocks.append(Block(f"{number}", 0, 0, size, xxh3_128_hexdigest(data)))
     for block in blocks:
         store.read_block(blocks[0])  # used all the time
         store.read_block(block)
-        assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= limit
-        os.utime(tmp_path / f"{block.digest}.block", ns=(int(block.name),) * 2)  # older than any clock
-    kept = {p.stem for p in tmp_path.iterdir()}
-    assert blocks[0].digest in kept and blocks[-1].digest in kept and blocks[1].digest not in kept
-    assert len(kept) > 30
+        assert sum(p.stat().st_size for p in cache.iterdir()) <= limit
+        os.utime(cache / f"{block.digest}.block", ns=(int(block.name),) * 2)  # older than any clock
+    kept = {p.stem for p in cache.iterdir()}
+    assert fault_server.requests.count("0") == 1
+    assert blocks[-1].digest in kept and blocks[1].digest not in kept and len(kept) > 30
 
 
 def test_a_cache_that_cannot_keep_blocks_still_reads(served, tmp_path, caplog):
