@@ -82,7 +82,6 @@ def init_process_group(world: World, timeout_s: float = 1800.0) -> "torch.device
 
     device = _device(world)
     _set_threads(world)
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed refuses one process without it
     if dist.is_initialized():
         return device
     if device.type == "cuda":

@@ -7,6 +7,7 @@ gradient, tagged or not, by the size of that group: ``factor`` gives it back.
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -34,6 +35,9 @@ from moe_zoo.parallel.build import PlacedModel
 from moe_zoo.spec.recipe import Recipe
 
 MOMENTS = STATE_KEYS[1:]
+# DeepSpeed calls collectives by their older names, and torch says so each time.
+warnings.filterwarnings("ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning)
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else its first use compiles a C++ extension
 
 
 class Piece(NamedTuple):
@@ -189,20 +193,22 @@ class DeepSpeedEngine(Engine):
             placement = self.placements[name]
             param.data.copy_(fetch(name, "weight", placement.start, placement.numel).view_as(param))
         self._make_moments(num_steps)
-        for state, pieces in self._buffers():
+        for state, pieces in self._buffers(is_loading=True):
             for piece in pieces:
                 start = self.placements[piece.name].start + piece.start
                 for key, values in state.items():
                     values[piece.offset : piece.offset + piece.length] = fetch(piece.name, key, start, piece.length)
 
-    def _buffers(self) -> Iterator[tuple[dict[str, Tensor], list[Piece]]]:
-        """Stages 0 to 2: flat state buffers and what this rank answers for in them."""
+    def _buffers(self, is_loading: bool = False) -> Iterator[tuple[dict[str, Tensor], list[Piece]]]:
+        """Stages 0 to 2: flat state buffers, and what this rank saves of them, or needs in them."""
         if self.stage == 0:
             for name, param in self.named.items():
                 state = self.optimizer.state[param]
                 flat = {"weight": param.detach().view(-1), **{key: state[key].view(-1) for key in MOMENTS}}
-                rank = dist.get_rank(self.mesh.replicas[self.placements[name].kind])
-                part = math.ceil(param.numel() / self._replicas(name))
+                rank, replicas = dist.get_rank(self.mesh.replicas[self.placements[name].kind]), self._replicas(name)
+                if is_loading:  # every replica holds all of it, and saves its part
+                    rank, replicas = 0, 1
+                part = math.ceil(param.numel() / replicas)
                 start = min(rank * part, param.numel())
                 yield flat, [Piece(name, start, min(part, param.numel() - start), start)]
             return

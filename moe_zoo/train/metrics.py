@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moe_zoo.engines import StepStats
+from moe_zoo.engines.fsdp import DTYPES
 from moe_zoo.spec.errors import RecipeError
 from moe_zoo.spec.recipe import Recipe
 
@@ -43,8 +44,9 @@ def step_metrics(stats: StepStats, lr: float) -> Metrics:
     }
 
 
-def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+def peak_flops_per_s(device: torch.device, compute: str) -> float:
     """What one rank could do at best: the data sheet's figure of a known GPU, else a measured matrix product."""
+    dtype = DTYPES[compute]
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         known = next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)

@@ -4,36 +4,33 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from data_pipelines import DataError, load_tokenizer
 
-from moe_zoo.comm.agree import first_rank_decides, raise_everywhere
+from moe_zoo.comm.agree import raise_everywhere
 from moe_zoo.comm.launch import World, init_process_group
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines import MicroBatch, engine_name, make_engine
-from moe_zoo.engines.fsdp import DTYPES
 from moe_zoo.parallel.build import build_model
 from moe_zoo.spec.accounting import num_active_parameters, num_parameters, training_flops_per_token
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Recipe
-from moe_zoo.train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from moe_zoo.train.console import TrainingDisplay
-from moe_zoo.train.export import export_checkpoint
 from moe_zoo.train.feed import Feed
-from moe_zoo.train.metrics import Metrics, MetricsFile, WandbRun, peak_flops_per_s, step_metrics
+from moe_zoo.train.metrics import Metrics, peak_flops_per_s, step_metrics
+from moe_zoo.train.run_folder import RunFolder
 from moe_zoo.train.sampling import sample
 from moe_zoo.train.schedule import learning_rate
 from moe_zoo.train.stop import StopRequest, Verdict
+
+TIMEOUT_S = 600  # of a collective: a rank that waits longer ends with an error
 
 
 def train(recipe: Recipe, world: World) -> Path:
     """Run a recipe to its end, or to the signal that stops it. Returns the run's folder."""
     layout = resolve_layout(recipe, world.world, world.ranks_per_node)
     engine_name(recipe)  # refuse what cannot be before anything starts
+    device = init_process_group(world, TIMEOUT_S)
     with ExitStack() as cleanup:
-        device = init_process_group(world, timeout_s=600)
-        cleanup.callback(dist.destroy_process_group)
         return Run(recipe, Mesh(layout, device), cleanup).to_end()
 
 
@@ -41,23 +38,22 @@ class Run:
     """One execution of a recipe on this rank."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, cleanup: ExitStack):
-        self.recipe, self.mesh = recipe, mesh
-        self.folder = Path(recipe.log.folder) / recipe.name
-        self.is_first = mesh.rank == 0
-        checkpoint = self._checkpoint()
+        self.recipe, self.mesh, self.folder = recipe, mesh, RunFolder(recipe)
+        checkpoint = self.folder.find_checkpoint()
         self.step = checkpoint.step if checkpoint else 0
         self.feed = Feed(recipe, mesh, self.step)
         cleanup.callback(self.feed.close)
         self.engine = make_engine(build_model(recipe.model, mesh, recipe.train.seed), mesh, recipe)
         if checkpoint:
-            self._restore(checkpoint)
-        self.display = TrainingDisplay(recipe.train.steps, self.step, recipe.log.every, is_silent=not self.is_first)
-        cleanup.callback(self.display.close)
-        self.logs = self._logs(cleanup)
+            self.folder.restore(checkpoint, self.engine)
         self.stop = StopRequest()
         cleanup.callback(self.stop.restore)
+        self.display = TrainingDisplay(recipe.train.steps, self.step, recipe.log.every, is_silent=mesh.rank > 0)
+        cleanup.callback(self.display.close)
+        if mesh.rank == 0:
+            self.folder.open_logs(self.step, cleanup)
         self.tokens_per_step = recipe.train.global_batch * recipe.data.seq_len
-        peak = peak_flops_per_s(mesh.device, DTYPES[recipe.precision.compute]) * mesh.world
+        peak = peak_flops_per_s(mesh.device, recipe.precision.compute) * mesh.world
         self.peak_tokens_per_s = peak / training_flops_per_token(recipe.model, recipe.data.seq_len)
 
     def to_end(self) -> Path:
@@ -72,13 +68,15 @@ class Run:
             is_last = self.step == train.steps
             if is_last or _is_due(self.step, train.eval_every):
                 metrics |= self._validate()
-            self._log(metrics)
+            self.display.step(self.step, metrics)
+            self.folder.log(self.step, metrics)
             if is_last or _is_due(self.step, train.sample_every):
                 self._sample()
             if is_last or _is_due(self.step, self.recipe.checkpoint.every):
                 saved = self._save()
-        first_rank_decides(self._export)
-        return self.folder
+        model = self.folder.export()
+        self.display.say(f"exported {model}; moe_zoo.load({str(model)!r}) or AutoModelForCausalLM reads it")
+        return self.folder.path
 
     def _read(self) -> tuple[list[MicroBatch], DataError | None]:
         self.began = time.monotonic()
@@ -93,7 +91,7 @@ class Run:
         self.display.say(f"stopped after step {self.step}; the same command goes on from there")
         if verdict == Verdict.FAIL:
             raise_everywhere(failure)
-        return self.folder
+        return self.folder.path
 
     def _step(self, batch: list[MicroBatch]) -> Metrics:
         lr = learning_rate(self.recipe.optim, self.step, self.recipe.train.steps)
@@ -116,45 +114,8 @@ class Run:
         self.display.say(f"step {self.step}: {train.sample_prompt!r} -> {tokenizer.decode(new)!r}")
 
     def _save(self) -> int:
-        folder = save_checkpoint(self.folder / "checkpoints", self.engine, self.step, self.recipe.checkpoint.keep)
-        self.display.say(f"step {self.step}: saved {folder}")
+        self.display.say(f"step {self.step}: saved {self.folder.save(self.engine, self.step)}")
         return self.step
-
-    def _export(self) -> None:
-        out = export_checkpoint(self.folder, self.folder / "model")
-        self.display.say(f"exported {out}; load it with moe_zoo.load({str(out)!r}) or AutoModelForCausalLM")
-
-    def _log(self, metrics: Metrics) -> None:
-        self.display.step(self.step, metrics)
-        for log in self.logs:
-            log.write(self.step, metrics)
-
-    def _logs(self, cleanup: ExitStack) -> list[MetricsFile | WandbRun]:
-        if not self.is_first:
-            return []
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "recipe.yaml").write_text(self.recipe.to_yaml())
-        logs: list[MetricsFile | WandbRun] = [MetricsFile(self.folder / "metrics.jsonl", self.step)]
-        if self.recipe.log.wandb != "off":
-            logs.append(WandbRun(self.recipe, self.folder))
-        for log in logs:
-            cleanup.callback(log.close)
-        return logs
-
-    def _checkpoint(self) -> Checkpoint | None:
-        if not self.recipe.checkpoint.resume:
-            return None
-        root = self.folder / "checkpoints"
-        warn = lambda text: print(f"skipped: {text}")  # noqa: E731
-        # One rank reads everything once, all others believe it.
-        folder = first_rank_decides(lambda: getattr(latest_checkpoint(root, warn), "folder", None))
-        return Checkpoint(folder) if folder else None
-
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        checkpoint.check_model(self.recipe.model)
-        self.engine.load(checkpoint.fetch, checkpoint.step)
-        for name, buffer in self.engine.module.named_buffers():
-            buffer.copy_(checkpoint.fetch(name, "buffer", 0, buffer.numel()).view_as(buffer))
 
     def _introduce(self) -> None:
         recipe, layout = self.recipe, self.mesh.layout

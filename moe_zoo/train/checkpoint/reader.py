@@ -77,17 +77,17 @@ class Checkpoint:
                 )
 
     def _verified(self, chunk: Chunk, file: str) -> np.ndarray:
-        raw = np.zeros(0, np.float32)
+        raw = b""
         if chunk.length:
             with open(self.folder / file, "rb") as stream:
                 stream.seek(chunk.offset)
-                raw = np.frombuffer(stream.read(chunk.length * ITEM_BYTES), np.float32)
-        if raw.size != chunk.length or xxhash.xxh3_128_hexdigest(raw) != chunk.xxh3:
+                raw = stream.read(chunk.length * ITEM_BYTES)
+        if len(raw) != chunk.length * ITEM_BYTES or xxhash.xxh3_128_hexdigest(raw) != chunk.xxh3:
             raise CheckpointError(
                 f"checkpoint {self.folder}: {file} is damaged at byte {chunk.offset} ({chunk.key} of {chunk.name}); "
                 f"its hash is not the one written; delete that folder to resume from the one before"
             )
-        return raw
+        return np.frombuffer(raw, np.float32)
 
     def _read_manifest(self) -> dict[str, Any]:
         path = self.folder / MANIFEST

@@ -1,0 +1,65 @@
+"""What a run leaves on disk: its recipe, metrics, checkpoints, and at the end the model.
+
+    runs/<name>/recipe.yaml  metrics.jsonl  checkpoints/step-00000050/  model/
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from moe_zoo.comm.agree import first_rank_decides
+from moe_zoo.engines import Engine
+from moe_zoo.spec.recipe import Recipe
+from moe_zoo.train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from moe_zoo.train.export import export_checkpoint
+from moe_zoo.train.metrics import Metrics, MetricsFile, WandbRun
+
+
+class RunFolder:
+    """The folder of one run, shared by its ranks."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.path = Path(recipe.log.folder) / recipe.name
+        self.logs: list[MetricsFile | WandbRun] = []
+
+    def find_checkpoint(self) -> Checkpoint | None:
+        """The one to resume from, if there is one and the recipe wants it."""
+        if not self.recipe.checkpoint.resume:
+            return None
+
+        def newest() -> Path | None:  # one rank reads everything once, all others believe it
+            checkpoint = latest_checkpoint(self.path / "checkpoints", warn=lambda text: print(f"skipped: {text}"))
+            return checkpoint.folder if checkpoint else None
+
+        folder = first_rank_decides(newest)
+        return Checkpoint(folder) if folder else None
+
+    def restore(self, checkpoint: Checkpoint, engine: Engine) -> None:
+        """Weights, moments and buffers of ``checkpoint`` into an engine of any layout."""
+        checkpoint.check_model(self.recipe.model)
+        engine.load(checkpoint.fetch, checkpoint.step)
+        for name, buffer in engine.module.named_buffers():
+            buffer.copy_(checkpoint.fetch(name, "buffer", 0, buffer.numel()).view_as(buffer))
+
+    def save(self, engine: Engine, step: int) -> Path:
+        """A checkpoint after ``step`` steps. Collective."""
+        return save_checkpoint(self.path / "checkpoints", engine, step, self.recipe.checkpoint.keep)
+
+    def export(self) -> Path:
+        """The newest checkpoint as a model folder. Collective; one rank works."""
+        return first_rank_decides(lambda: export_checkpoint(self.path, self.path / "model"))
+
+    def open_logs(self, first_step: int, cleanup: ExitStack) -> None:
+        """On one rank: start or continue the metrics."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "recipe.yaml").write_text(self.recipe.to_yaml())
+        self.logs.append(MetricsFile(self.path / "metrics.jsonl", first_step))
+        cleanup.callback(self.logs[0].close)
+        if self.recipe.log.wandb != "off":
+            self.logs.append(WandbRun(self.recipe, self.path))
+            cleanup.callback(self.logs[1].close)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Write to every log there is."""
+        for log in self.logs:
+            log.write(step, metrics)

@@ -1,0 +1,158 @@
+"""A run that stopped and resumed is the unbroken run; what is damaged is named and never believed."""
+
+import json
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_zoo.comm.launch import World
+from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.spec.recipe import Recipe
+from moe_zoo.testing import run_distributed
+from moe_zoo.train.checkpoint import Checkpoint
+from moe_zoo.train.trainer import train
+
+ENGINES = [("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3)]
+
+
+def run(values: dict) -> str:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return str(train(Recipe.from_dict(values), World(rank, world, rank, world, "torchrun")))
+
+
+def expect_refusal(values: dict) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        run(values)
+    return str(caught.value)
+
+
+def on_ranks(values: dict, world_size: int = 2, body=run) -> str:
+    return run_distributed(body, values, world_size=world_size)[0]
+
+
+def moved(values: dict, tmp_path: Path, keep_step: int) -> dict:
+    """The same run in another folder, as if it had been stopped after ``keep_step``."""
+    source, target = tmp_path / "runs" / "run", tmp_path / "again" / "run"
+    shutil.copytree(source, target)
+    for folder in (target / "checkpoints").iterdir():
+        if folder.name != f"step-{keep_step:08d}":
+            shutil.rmtree(folder)
+    return values | {"log": values["log"] | {"folder": str(tmp_path / "again")}}
+
+
+def state(folder: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
+    checkpoint = Checkpoint(folder / "checkpoints" / f"step-{step:08d}")
+    shapes = {key: sum(chunk.length for chunk, _ in runs) for key, runs in checkpoint.chunks.items()}
+    return {key: checkpoint.fetch(*key, 0, length) for key, length in shapes.items()}
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == len({row["step"] for row in rows})
+    return {row["step"]: row["train/loss"] for row in rows}
+
+
+@pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
+def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(run_values, tmp_path, engine, zero_stage):
+    values = run_values | {"parallel": {"engine": engine, "zero_stage": zero_stage, "ep": 2}}
+    unbroken = Path(on_ranks(values))
+    resumed = Path(on_ranks(moved(values, tmp_path, keep_step=3)))
+    before, after = state(unbroken, 6), state(resumed, 6)
+    assert before.keys() == after.keys() and {key for _, key in before} == {"weight", "exp_avg", "exp_avg_sq", "buffer"}
+    for key in before:
+        assert torch.equal(before[key], after[key]), key
+    assert losses(unbroken) == losses(resumed)
+
+
+def test_a_run_resumes_on_another_engine_and_another_number_of_ranks(run_values, tmp_path):
+    values = run_values | {"parallel": {"engine": "deepspeed", "zero_stage": 3}}
+    unbroken = Path(on_ranks(values))
+    elsewhere = moved(values | {"parallel": {"engine": "fsdp", "zero_stage": 3, "ep": 2}}, tmp_path, keep_step=3)
+    resumed = Path(on_ranks(elsewhere, world_size=4))
+    before, after = state(unbroken, 6), state(resumed, 6)
+    for name, key in before:
+        atol = 1e-5 if key != "weight" else 5e-4  # Adam turns rounding of tiny gradients into parts of lr
+        torch.testing.assert_close(before[name, key], after[name, key], atol=atol, rtol=1e-3)
+    for step, loss in losses(unbroken).items():
+        assert losses(resumed)[step] == pytest.approx(loss, abs=1e-4)
+
+
+def test_a_damaged_checkpoint_is_named_and_skipped_for_the_last_good_one(run_values, tmp_path):
+    unbroken = Path(on_ranks(run_values))
+    before = state(unbroken, 6)
+    data = unbroken / "checkpoints" / "step-00000006" / "rank-00001.bin"
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"rank-00001.bin is damaged at byte \d+ .*; its hash is not the one"):
+        Checkpoint(data.parent).verify()
+    shutil.rmtree(tmp_path / "again", ignore_errors=True)
+    values = run_values | {"log": run_values["log"] | {"folder": str(tmp_path / "again")}}
+    shutil.copytree(unbroken, tmp_path / "again" / "run")
+    shutil.rmtree(tmp_path / "again" / "run" / "checkpoints" / "step-00000006")
+    after = state(Path(on_ranks(values)), 6)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert on_ranks(run_values, body=seen_at_start) == "skipped 6, found 3"
+
+
+def seen_at_start(values: dict) -> str:
+    from moe_zoo.train.checkpoint import latest_checkpoint
+
+    skipped = []
+    found = latest_checkpoint(Path(values["log"]["folder"]) / "run" / "checkpoints", skipped.append)
+    assert len(skipped) == 1 and "step-00000006" in skipped[0]
+    return f"skipped 6, found {found.step}"
+
+
+def test_training_never_starts_anew_over_damaged_checkpoints(run_values):
+    folder = Path(on_ranks(run_values))
+    for data in folder.glob("checkpoints/*/rank-00000.bin"):
+        data.write_bytes(data.read_bytes()[:-1])
+    text = on_ranks(run_values, body=expect_refusal)
+    assert text.startswith(f"checkpoint {folder}/checkpoints: none of 2 checkpoints is whole; training does not start")
+
+
+def test_a_checkpoint_of_another_model_is_refused(run_values):
+    folder = Path(on_ranks(run_values))
+    run_values["model"]["moe"]["router"]["top_k"] = 1
+    assert on_ranks(run_values, body=expect_refusal) == (
+        f"checkpoint {folder}/checkpoints/step-00000006: holds another model, model.moe.router.top_k is 2 there and 1 "
+        f"in the recipe; give the run another name, or set checkpoint.resume=false"
+    )
+
+
+def with_a_full_disk(values: dict) -> str:
+    """No file may pass 64 KiB: the kernel refuses the write as it would on a full disk."""
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, limits[1]))
+    try:
+        return expect_refusal(values)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_earlier_checkpoint(run_values):
+    first = run_values | {"train": run_values["train"] | {"steps": 3}, "optim": {"lr": 1e-2, "schedule": "constant"}}
+    folder = Path(on_ranks(first))
+    text = on_ranks(run_values, body=with_a_full_disk)
+    assert text.startswith(f"checkpoint {folder}/checkpoints/step-00000006: File too large; ")
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_keep_drops_the_oldest_and_the_model_folder_holds_the_last_weights(run_values):
+    values = run_values | {"checkpoint": {"every": 2, "keep": 2}}
+    folder = Path(on_ranks(values))
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    import moe_zoo
+
+    exported = dict(moe_zoo.load(folder / "model").model.named_parameters())
+    for (name, key), values in state(folder, 6).items():
+        if key == "weight":
+            assert torch.equal(exported[name].detach().flatten(), values), name
