@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from data_pipelines import PrepareSpec, prepare
 
 TOKENIZER = Path(__file__).parents[1] / "tokenizers" / "stdlib-1k"

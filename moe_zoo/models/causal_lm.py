@@ -6,7 +6,7 @@ This file and what it imports from moe_zoo are also written, as one file, beside
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,9 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = MoeZooConfig
     base_model_prefix = "model"
-    _no_split_modules = ["DecoderBlock"]
+    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
     _supports_sdpa = True
-    _tied_weights_keys = {"model.head.weight": "model.embed.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"model.head.weight": "model.embed.weight"}
 
     def __init__(self, config: MoeZooConfig):
         super().__init__(config)

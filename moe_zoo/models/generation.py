@@ -21,6 +21,9 @@ def generate_text(model: str | Path, prompt: str, *, num_tokens: int, temperatur
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     out = network.generate(
-        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=num_tokens, **sampling
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        **sampling,
     )
     return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)

@@ -27,7 +27,9 @@ MODULES = (  # in the order of who needs whom
     "moe_zoo.models.config",
     "moe_zoo.models.causal_lm",
 )
-HEADER = '"""A moe-zoo model in one file, written by save_pretrained. Apache-2.0, https://github.com/moe-zoo/moe-zoo."""\n'
+HEADER = (
+    '"""A moe-zoo model in one file, written by save_pretrained. Apache-2.0, https://github.com/moe-zoo/moe-zoo."""\n'
+)
 
 
 def bundle() -> str:

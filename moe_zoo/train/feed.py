@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
-from data_pipelines import TokenStream, valid_rows
 from torch import Tensor
 
+from data_pipelines import TokenStream, valid_rows
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines import Engine, MicroBatch
 from moe_zoo.ops.documents import unpack_rows

@@ -38,7 +38,9 @@ def plot_losses(
         axes.plot(*curve, color=color, marker="o", markersize=4, label=label)
     for name, level in levels.items():
         axes.axhline(level, color="#777777", linestyle="--", linewidth=1)
-        axes.annotate(f"{name} {level:.2f}", (0.995, level), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+        axes.annotate(
+            f"{name} {level:.2f}", (0.995, level), xycoords=("axes fraction", "data"), ha="right", va="bottom"
+        )
     axes.set(title=title, xlabel="optimizer step", ylabel="loss, nats per token")
     axes.grid(alpha=0.2)
     axes.legend()

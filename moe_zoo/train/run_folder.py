@@ -1,6 +1,6 @@
 """What a run leaves on disk: its recipe, metrics, checkpoints, and at the end the model.
 
-    runs/<name>/recipe.yaml  metrics.jsonl  checkpoints/step-00000050/  model/
+runs/<name>/recipe.yaml  metrics.jsonl  checkpoints/step-00000050/  model/
 """
 
 from contextlib import ExitStack

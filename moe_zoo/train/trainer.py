@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from data_pipelines import DataError, load_tokenizer
-
 from moe_zoo.comm.agree import raise_everywhere
 from moe_zoo.comm.launch import World, init_process_group
 from moe_zoo.comm.mesh import Mesh

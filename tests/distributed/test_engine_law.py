@@ -218,7 +218,13 @@ def test_the_scope_of_balance_is_exact_whatever_the_engine(engine, scope):
 def test_bias_balancing_moves_the_same_way_everywhere(engine):
     recipe = make_recipe(
         parallel__engine=engine,
-        model__moe__router={"num_experts": 6, "top_k": 2, "score": "sigmoid", "normalize": True, "selection_bias": True},
+        model__moe__router={
+            "num_experts": 6,
+            "top_k": 2,
+            "score": "sigmoid",
+            "normalize": True,
+            "selection_bias": True,
+        },
         balance={"method": "bias", "bias_update_rate": 0.05},
     )
     check(recipe, world_size=2, starved=False)

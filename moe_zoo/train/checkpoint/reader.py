@@ -105,7 +105,9 @@ class Checkpoint:
     def _read_table(self, table: dict[str, str]) -> None:
         rows = self._json((self.folder / table["file"]).with_suffix(".json"))
         if digest(rows) != table["sha256"]:
-            raise CheckpointError(f"checkpoint {self.folder}: the table of {table['file']} is damaged; delete the folder")
+            raise CheckpointError(
+                f"checkpoint {self.folder}: the table of {table['file']} is damaged; delete the folder"
+            )
         for row in rows:
             chunk = Chunk(**row)
             self.chunks.setdefault((chunk.name, chunk.key), []).append((chunk, table["file"]))

@@ -63,7 +63,9 @@ model.save_pretrained({str(tmp_path / "again")!r})
 
 def test_generation_with_a_cache_equals_generation_without(saved):
     model = copy.deepcopy(saved[0]).double()  # no near-tie of two experts is decided by rounding
-    with_cache, without = (model.generate(IDS, max_new_tokens=12, do_sample=False, use_cache=use) for use in (True, False))
+    with_cache, without = (
+        model.generate(IDS, max_new_tokens=12, do_sample=False, use_cache=use) for use in (True, False)
+    )
     assert torch.equal(with_cache, without)
 
 
@@ -103,7 +105,9 @@ def test_auto_classes_know_us_whatever_is_imported_first(order, saved):
 
 
 def test_a_folder_without_a_model_is_one_clear_line(tmp_path):
-    with pytest.raises(CheckpointError, match=r"^load: .*; a model folder holds a config.json, this one does not; give"):
+    with pytest.raises(
+        CheckpointError, match=r"^load: .*; a model folder holds a config.json, this one does not; give"
+    ):
         moe_zoo.load(tmp_path)
 
 
@@ -112,5 +116,5 @@ def test_another_model_s_keys_are_an_error(saved, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     text = (tmp_path / "copy" / "config.json").read_text()
     (tmp_path / "copy" / "config.json").write_text(text.replace('"d_model"', '"d_modle"'))
-    with pytest.raises(moe_zoo.MoeZooError, match="model.d_modle: unknown key; did you mean 'd_model'?"):
+    with pytest.raises(moe_zoo.MoeZooError, match=r"^model\.d_modle: unknown key; did you mean 'd_model'\?$"):
         moe_zoo.load(tmp_path / "copy")
