@@ -55,4 +55,5 @@ class Workers:
 
 def worker_count(asked: int, num_jobs: int) -> int:
     """``asked``, or for 0 the cores of this process, fewer when jobs are too few to pay for a start."""
-    return asked or max(1, min(len(os.sched_getaffinity(0)), num_jobs // 4))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
+    return asked or max(1, min(cores, num_jobs // 4))

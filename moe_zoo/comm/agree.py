@@ -1,7 +1,7 @@
 """One rank's error is everybody's: all ranks raise the same line instead of waiting for the one that left."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -9,17 +9,17 @@ T = TypeVar("T")
 
 
 def first_rank_decides(task: Callable[[], T]) -> T:
-    """Run ``task`` on rank 0 and give its result, or its exception, to every rank. Results must pickle."""
-    answer: list[object] = [None, None]
+    """Run ``task`` on rank 0 and give its result, or its exception, to every rank. Both must pickle."""
+    answer: list[T | Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
             answer[0] = task()
         except Exception as error:
-            answer[1] = error
+            answer[0] = error
     dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return cast(T, answer[0])
 
 
 def raise_everywhere(error: Exception | None) -> None:
