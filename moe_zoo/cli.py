@@ -82,6 +82,30 @@ def demo() -> None:
     run_demo()
 
 
+@app.command(epilog="Example: moe-zoo compare recipes/tiny/switch_lm.yaml recipes/tiny/dense_twin.yaml --seeds 3")
+def compare(
+    recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE...", help="Two or more, on the same data.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe.")] = 3,
+    processes: Annotated[int, typer.Option(min=1, help="Ranks of each run, on this machine.")] = 2,
+    override: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Put over each.")] = None,
+    out: Annotated[Path, typer.Option(help="The plot; a .json of the numbers is written beside it.")] = Path(
+        "runs/compare.png"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Train recipes with several seeds each, and put their held-out losses side by side."""
+    from rich.console import Console
+
+    from moe_zoo.train.compare import compare as run
+    from moe_zoo.train.compare import summary, table
+
+    made = run(recipes, seeds, processes, override or (), out)
+    if as_json:
+        print(json.dumps([summary(contender) for contender in made]))
+    else:
+        Console().print(table(made), f"curves: {out}")
+
+
 @app.command(epilog="Example: moe-zoo generate runs/switch-lm-tiny 'def main(' --tokens 50")
 def generate(
     model: Annotated[str, typer.Argument(help="A run folder, an exported folder or a Hub id.")],

@@ -1,0 +1,100 @@
+"""Several recipes, several seeds each, one table and one plot: what a claim of the kind "sparse beats dense" needs."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from moe_zoo.comm.processes import start_processes
+from moe_zoo.spec.accounting import num_active_parameters, num_parameters, training_flops_per_token
+from moe_zoo.spec.errors import MoeZooError
+from moe_zoo.spec.recipe import Recipe
+from moe_zoo.spec.recipe_file import load_recipe
+from moe_zoo.train.plots import Curve, plot_losses, read_curve
+
+SMOOTHING = 0.95  # of the training curves, exponential: a step's batch is noise
+
+
+class Contender(NamedTuple):
+    """One recipe and the metrics files of its seeds."""
+
+    recipe: Recipe
+    files: list[Path]
+
+    def final(self, name: str) -> list[float]:
+        """The last logged value of a metric, one per seed."""
+        return [read_curve(file, name).values[-1] for file in self.files]
+
+
+def compare(paths: Sequence[Path], seeds: int, processes: int, overrides: Sequence[str], out: Path) -> list[Contender]:
+    """Train each recipe with seeds 0, 1, ... (what is trained already is not trained again) and plot to ``out``."""
+    contenders = []
+    for path in paths:
+        recipe = load_recipe(path, overrides)
+        files = [_train(path, recipe, seed, processes, overrides) for seed in range(seeds)]
+        contenders.append(Contender(recipe, files))
+    curves = {c.recipe.name: [_smooth(read_curve(file, "train/loss")) for file in c.files] for c in contenders}
+    dots = {f"{c.recipe.name}, validation": _mean(c, "valid/loss") for c in contenders}
+    plot_losses(out, curves, {}, title=f"equal tokens, {seeds} seeds", dots=dots)
+    out.with_suffix(".json").write_text(json.dumps([summary(contender) for contender in contenders], indent=1))
+    return contenders
+
+
+def summary(contender: Contender) -> dict[str, Any]:
+    """The numbers of one line of the table."""
+    recipe, losses = contender.recipe, contender.final("valid/loss")
+    speeds = [statistics.median(read_curve(file, "train/tokens_per_s").values) for file in contender.files]
+    return {
+        "name": recipe.name,
+        "parameters": num_parameters(recipe.model),
+        "active_parameters": num_active_parameters(recipe.model),
+        "training_flops_per_token": training_flops_per_token(recipe.model, recipe.data.seq_len),
+        "tokens": recipe.train.steps * recipe.train.global_batch * recipe.data.seq_len,
+        "valid_loss_per_seed": losses,
+        "valid_loss": statistics.mean(losses),
+        "valid_loss_stdev": statistics.stdev(losses) if len(losses) > 1 else 0.0,
+        "bits_per_byte": statistics.mean(contender.final("valid/bits_per_byte")),
+        "tokens_per_s": statistics.median(speeds),
+    }
+
+
+def table(contenders: Sequence[Contender]) -> Table:
+    """Validation loss at equal tokens, mean and standard deviation over seeds."""
+    made = Table(title="Held-out loss at equal tokens")
+    for name in ("recipe", "parameters", "active", "MFLOP per token", "tokens", "nats per token", "bits per byte"):
+        made.add_column(name, justify="left" if name == "recipe" else "right")
+    for row in map(summary, contenders):
+        made.add_row(
+            row["name"],
+            f"{row['parameters'] / 1e6:.2f} M",
+            f"{row['active_parameters'] / 1e6:.2f} M",
+            f"{row['training_flops_per_token'] / 1e6:.2f}",
+            f"{row['tokens'] / 1e6:.2f} M",
+            f"{row['valid_loss']:.4f} ± {row['valid_loss_stdev']:.4f}",
+            f"{row['bits_per_byte']:.4f}",
+        )
+    return made
+
+
+def _train(path: Path, recipe: Recipe, seed: int, processes: int, overrides: Sequence[str]) -> Path:
+    name = f"{recipe.name}-seed{seed}"
+    words = ["-m", "moe_zoo", "train", str(path), *overrides, f"name={name}", f"train.seed={seed}"]
+    if code := start_processes(processes, words):
+        raise MoeZooError(f"compare: {name} ended with code {code}; its own line is above; run the same command again")
+    return Path(recipe.log.folder) / name / "metrics.jsonl"
+
+
+def _smooth(curve: Curve) -> Curve:
+    smoothed, weight, total = [], 0.0, 0.0
+    for value in curve.values:
+        total, weight = SMOOTHING * total + value, SMOOTHING * weight + 1
+        smoothed.append(total / weight)
+    return Curve(curve.steps, smoothed)
+
+
+def _mean(contender: Contender, name: str) -> Curve:
+    found = [read_curve(file, name) for file in contender.files]
+    return Curve(found[0].steps, [statistics.mean(values) for values in zip(*(c.values for c in found), strict=True)])
