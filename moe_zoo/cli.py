@@ -1,6 +1,7 @@
 """``moe-zoo <verb>``. Every verb is a few lines that call the library."""
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -34,6 +35,7 @@ Processes = Annotated[int | None, typer.Option(min=1, help="Start so many ranks 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one verb. A user's mistake is one line on stderr and exit code 2."""
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     try:
         app(None if argv is None else list(argv), prog_name="moe-zoo")
     except (MoeZooError, DataError) as error:
@@ -72,6 +74,15 @@ def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = F
     made = run(PrepareSpec(source=data.source, tokenizer=data.tokenizer, output=data.path, seq_len=data.seq_len))
     text = f"{made.url}: {made.train_tokens:,} training and {made.valid_tokens:,} held-out tokens"
     _print(made._asdict(), text, as_json)
+
+
+@app.command(epilog="Example: moe-zoo tokenizer tokenizers/stdlib-1k/train.yaml")
+def tokenizer(spec: Annotated[Path, typer.Argument(metavar="TRAIN_YAML", help="In the tokenizer's folder.")]) -> None:
+    """Train a tokenizer from its specification, with checksums and an evaluation beside it."""
+    from data_pipelines import train_tokenizer
+
+    train_tokenizer(spec)
+    print(spec.parent)
 
 
 @app.command(epilog="Example: moe-zoo demo")

@@ -73,7 +73,9 @@ def _train(overrides: tuple[str, ...], console: Console) -> None:
         console.print(f"DeepSpeed runs on Linux only; on {sys.platform} the FSDP2 engine shards the model instead")
     words = ["--config_file", str(LAUNCH), "recipes/", str(RECIPE), *overrides]
     console.print(f"$ accelerate launch {' '.join(words)}", markup=False)
-    done = subprocess.run([sys.executable, "-m", "accelerate.commands.launch", *words], check=False)
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}  # accelerate would set 1
+    command = [sys.executable, "-m", "accelerate.commands.launch", *words]
+    done = subprocess.run(command, check=False, env=threads | os.environ)
     if done.returncode:
         raise MoeZooError(
             f"demo: training ended with code {done.returncode}; its own line is above; run make demo again"

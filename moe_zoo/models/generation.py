@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from moe_zoo.models.hub import load
+from moe_zoo.models.hub import load, without_progress_bars
 
 
 def generate_text(model: str | Path, prompt: str, *, num_tokens: int, temperature: float = 0.8, seed: int = 0) -> str:
@@ -15,7 +15,8 @@ def generate_text(model: str | Path, prompt: str, *, num_tokens: int, temperatur
     """
     inside = Path(model) / "model"
     folder = inside if (inside / "config.json").is_file() else model
-    network = load(folder)
+    with without_progress_bars():
+        network = load(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [network.config.bos_token_id, *tokenizer.encode(prompt, add_special_tokens=False)]
     torch.manual_seed(seed)

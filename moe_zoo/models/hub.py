@@ -1,7 +1,11 @@
 """``moe_zoo.load``: a model from a folder, a Hub id, or the name of a preset."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from transformers.utils import logging
 
 from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.config import MoeZooConfig
@@ -37,3 +41,15 @@ def load(name: str | Path, *, seed: int = 0, **kwargs: Any) -> MoeZooForCausalLM
 def from_architecture(architecture: Architecture, **config: Any) -> MoeZooForCausalLM:
     """A model of this shape, weights still to be filled."""
     return MoeZooForCausalLM(MoeZooConfig(architecture=architecture.to_dict(), **config))
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """transformers draws a bar for each file; beside our own display it is noise."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()

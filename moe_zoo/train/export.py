@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from moe_zoo.models.causal_lm import MoeZooForCausalLM
-from moe_zoo.models.hub import from_architecture
+from moe_zoo.models.hub import from_architecture, without_progress_bars
 from moe_zoo.spec.errors import CheckpointError
 from moe_zoo.train.checkpoint import Checkpoint, latest_checkpoint
 
@@ -19,7 +19,8 @@ def export_checkpoint(source: Path, out: Path, tokenizer: Path | None = None) ->
     tokenizer = tokenizer or Path(checkpoint.recipe.data.tokenizer)
     if not tokenizer.is_dir():
         raise CheckpointError(f"export: tokenizer {tokenizer}; no such folder; give it with --tokenizer")
-    _model(checkpoint, tokenizer).save_pretrained(out)
+    with without_progress_bars():
+        _model(checkpoint, tokenizer).save_pretrained(out)
     for name in TOKENIZER_FILES:
         if (tokenizer / name).exists():
             shutil.copy2(tokenizer / name, out / name)
