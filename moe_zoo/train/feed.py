@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipelines import TokenStream, valid_rows
+from data_pipelines import TokenStream, load_tokenizer, valid_rows
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines import Engine, MicroBatch
 from moe_zoo.ops.documents import unpack_rows
@@ -32,6 +32,8 @@ class Feed:
         )
         self.seed, self.step = train.seed, step
         self._check(recipe)
+        self.tokenizer = load_tokenizer(recipe.data.tokenizer)
+        self._check_tokenizer(recipe)
         self.valid = Validation(recipe, mesh, self.stream.bos_id, self.stream.token_bytes)
 
     def __next__(self) -> list[MicroBatch]:
@@ -61,6 +63,15 @@ class Feed:
             raise RecipeError(
                 f"model.vocab_size: {recipe.model.vocab_size}; the data in {path} has {self.stream.vocab_size} tokens; "
                 f"raise it to that"
+            )
+
+    def _check_tokenizer(self, recipe: Recipe) -> None:
+        ours = (self.tokenizer.vocab_size, self.tokenizer.bos_id, self.tokenizer.eos_id)
+        theirs = (self.stream.vocab_size, self.stream.bos_id, self.stream.eos_id)
+        if ours != theirs:
+            raise RecipeError(
+                f"data.tokenizer: {recipe.data.tokenizer}; its size, bos and eos are {ours}, those of {recipe.data.path} "
+                f"are {theirs}; set it to the tokenizer that the data was prepared with"
             )
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ class MetricsFile:
 
     def close(self) -> None:
         """Close the file."""
-        self.file.close()
+        with suppress(OSError):  # what a full disk still owes, ``write`` has told already
+            self.file.close()
 
 
 class WandbRun:
@@ -94,9 +96,12 @@ class WandbRun:
                 f"log.wandb: {recipe.log.wandb}; wandb is not installed; pip install wandb, or log.wandb=off"
             ) from None
         os.environ.setdefault("WANDB_SILENT", "true")
-        self.run = wandb.init(
-            project="moe-zoo", name=recipe.name, dir=folder, mode=recipe.log.wandb, config=recipe.to_dict()
-        )
+        mode = recipe.log.wandb
+        try:
+            self.run = wandb.init(project="moe-zoo", name=recipe.name, dir=folder, mode=mode, config=recipe.to_dict())
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            raise RecipeError(f"log.wandb: {mode}; wandb says: {reason}; mend that, or set log.wandb=offline") from None
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Log scalars; a list of lists becomes one curve per layer and expert."""

@@ -3,11 +3,13 @@
 runs/<name>/recipe.yaml  metrics.jsonl  checkpoints/step-00000050/  model/
 """
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from moe_zoo.comm.agree import first_rank_decides
 from moe_zoo.engines import Engine
+from moe_zoo.spec.errors import RecipeError
 from moe_zoo.spec.recipe import Recipe
 from moe_zoo.train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from moe_zoo.train.export import export_checkpoint
@@ -28,7 +30,8 @@ class RunFolder:
             return None
 
         def newest() -> Path | None:  # one rank reads everything once, all others believe it
-            checkpoint = latest_checkpoint(self.path / "checkpoints", warn=lambda text: print(f"skipped: {text}"))
+            with self._usable():
+                checkpoint = latest_checkpoint(self.path / "checkpoints", warn=lambda text: print(f"skipped: {text}"))
             return checkpoint.folder if checkpoint else None
 
         folder = first_rank_decides(newest)
@@ -47,13 +50,19 @@ class RunFolder:
 
     def export(self) -> Path:
         """The newest checkpoint as a model folder. Collective; one rank works."""
-        return first_rank_decides(lambda: export_checkpoint(self.path, self.path / "model"))
+
+        def export() -> Path:
+            with self._usable():
+                return export_checkpoint(self.path, self.path / "model")
+
+        return first_rank_decides(export)
 
     def open_logs(self, first_step: int, cleanup: ExitStack) -> None:
         """On one rank: start or continue the metrics."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "recipe.yaml").write_text(self.recipe.to_yaml())
-        self.logs.append(MetricsFile(self.path / "metrics.jsonl", first_step))
+        with self._usable():
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "recipe.yaml").write_text(self.recipe.to_yaml())
+            self.logs.append(MetricsFile(self.path / "metrics.jsonl", first_step))
         cleanup.callback(self.logs[0].close)
         if self.recipe.log.wandb != "off":
             self.logs.append(WandbRun(self.recipe, self.path))
@@ -61,5 +70,16 @@ class RunFolder:
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Write to every log there is."""
-        for log in self.logs:
-            log.write(step, metrics)
+        with self._usable():
+            for log in self.logs:
+                log.write(step, metrics)
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RecipeError(
+                f"log.folder: {self.path}; {error.strerror or error}; a run reads and writes there; free it, or set "
+                f"log.folder to another"
+            ) from None

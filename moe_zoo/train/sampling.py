@@ -8,15 +8,20 @@ from moe_zoo.ops.documents import IGNORED, PackedRows
 
 
 @torch.no_grad()
-def sample(engine: Engine, prompt: list[int], num_tokens: int, *, eos_id: int, seed: int, temperature=0.8) -> list[int]:
-    """Continue ``prompt`` (token ids) by up to ``num_tokens``. Collective; no cache: it is a look, not a service."""
+def sample(
+    engine: Engine, prompt: list[int], num_tokens: int, *, vocab_size: int, eos_id: int, seed: int, temperature=0.8
+) -> list[int]:
+    """Continue ``prompt`` (token ids) by up to ``num_tokens``. Collective; no cache: it is a look, not a service.
+
+    ``vocab_size`` is the tokenizer's: a model may have more rows, which stand for no text.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     window = engine.recipe.data.seq_len
     engine.module.eval()
     for _ in range(num_tokens):
         input_ids = torch.tensor([tokens[-window:]], device=engine.mesh.device)
-        logits = engine.forward(MicroBatch(_rows(input_ids))).logits[0, -1]
+        logits = engine.forward(MicroBatch(_rows(input_ids))).logits[0, -1, :vocab_size]
         probs = (logits.float().cpu() / temperature).softmax(-1)
         tokens.append(int(torch.multinomial(probs, 1, generator=generator)))
         if tokens[-1] == eos_id:

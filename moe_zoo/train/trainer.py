@@ -4,13 +4,14 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from data_pipelines import DataError, load_tokenizer
-from moe_zoo.comm.agree import raise_everywhere
+from data_pipelines import DataError
+from moe_zoo.comm.agree import first_rank_decides, raise_everywhere
 from moe_zoo.comm.launch import World, init_process_group
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines import MicroBatch, engine_name, make_engine
 from moe_zoo.parallel.build import build_model
 from moe_zoo.spec.accounting import num_active_parameters, num_parameters, training_flops_per_token
+from moe_zoo.spec.errors import MoeZooError
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Recipe
 from moe_zoo.train.console import TrainingDisplay
@@ -49,8 +50,8 @@ class Run:
         cleanup.callback(self.stop.restore)
         self.display = TrainingDisplay(recipe.train.steps, self.step, recipe.log.every, is_silent=mesh.rank > 0)
         cleanup.callback(self.display.close)
-        if mesh.rank == 0:
-            self.folder.open_logs(self.step, cleanup)
+        first_rank_decides(lambda: self.folder.open_logs(self.step, cleanup))
+        self.failure: DataError | MoeZooError | None = None  # of this rank alone, told to all at the next step
         self.tokens_per_step = recipe.train.global_batch * recipe.data.seq_len
         peak = peak_flops_per_s(mesh.device, recipe.precision.compute) * mesh.world
         self.peak_tokens_per_s = peak / training_flops_per_token(recipe.model, recipe.data.seq_len)
@@ -60,36 +61,44 @@ class Run:
         self._introduce()
         train, saved = self.recipe.train, self.step
         while self.step < train.steps:
-            batch, failure = self._read()
-            if (verdict := self.stop.agreed(self.mesh, failure is not None)) != Verdict.GO:
-                return self._stop_early(verdict, failure, is_saved=saved == self.step)
+            batch = self._read()
+            if (verdict := self.stop.agreed(self.mesh, self.failure is not None)) != Verdict.GO:
+                return self._stop_early(verdict, is_saved=saved == self.step)
             metrics = self._step(batch)
             is_last = self.step == train.steps
             if is_last or _is_due(self.step, train.eval_every):
                 metrics |= self._validate()
             self.display.step(self.step, metrics)
-            self.folder.log(self.step, metrics)
-            if is_last or _is_due(self.step, train.sample_every):
-                self._sample()
+            self._log(metrics)
             if is_last or _is_due(self.step, self.recipe.checkpoint.every):
                 saved = self._save()
+            if is_last or _is_due(self.step, train.sample_every):
+                self._sample()
+        raise_everywhere(self.failure)
         model = self.folder.export()
         self.display.say(f"exported {model}; moe_zoo.load({str(model)!r}) or AutoModelForCausalLM reads it")
         return self.folder.path
 
-    def _read(self) -> tuple[list[MicroBatch], DataError | None]:
+    def _read(self) -> list[MicroBatch]:
         self.began = time.monotonic()
         try:
-            return next(self.feed), None
+            return next(self.feed) if self.failure is None else []
         except DataError as error:
-            return [], error
+            self.failure = error
+            return []
 
-    def _stop_early(self, verdict: Verdict, failure: DataError | None, is_saved: bool) -> Path:
+    def _log(self, metrics: Metrics) -> None:
+        try:
+            self.folder.log(self.step, metrics)
+        except MoeZooError as error:
+            self.failure = error
+
+    def _stop_early(self, verdict: Verdict, is_saved: bool) -> Path:
         if not is_saved:
             self._save()
         self.display.say(f"stopped after step {self.step}; the same command goes on from there")
         if verdict == Verdict.FAIL:
-            raise_everywhere(failure)
+            raise_everywhere(self.failure)
         return self.folder.path
 
     def _step(self, batch: list[MicroBatch]) -> Metrics:
@@ -107,9 +116,10 @@ class Run:
         return measured
 
     def _sample(self) -> None:
-        train, tokenizer = self.recipe.train, load_tokenizer(Path(self.recipe.data.tokenizer))
+        train, tokenizer = self.recipe.train, self.feed.tokenizer
         prompt = [tokenizer.bos_id, *tokenizer.encode(train.sample_prompt)]
-        new = sample(self.engine, prompt, train.sample_tokens, eos_id=tokenizer.eos_id, seed=train.seed)
+        limits = {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
+        new = sample(self.engine, prompt, train.sample_tokens, seed=train.seed, **limits)
         self.display.say(f"step {self.step}: {train.sample_prompt!r} -> {tokenizer.decode(new)!r}")
 
     def _save(self) -> int:

@@ -1,6 +1,5 @@
 """A run that stopped and resumed is the unbroken run; what is damaged is named and never believed."""
 
-import json
 import resource
 import shutil
 import signal
@@ -8,21 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from moe_zoo.comm.launch import World
 from moe_zoo.spec.errors import CheckpointError
-from moe_zoo.spec.recipe import Recipe
-from moe_zoo.testing import run_distributed
 from moe_zoo.train.checkpoint import Checkpoint
-from moe_zoo.train.trainer import train
+from tests.helpers import assert_same_bits, losses, moved, on_ranks, run, state
 
 ENGINES = [("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3)]
-
-
-def run(values: dict) -> str:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    return str(train(Recipe.from_dict(values), World(rank, world, rank, world, "torchrun")))
 
 
 def expect_refusal(values: dict) -> str:
@@ -31,41 +21,12 @@ def expect_refusal(values: dict) -> str:
     return str(caught.value)
 
 
-def on_ranks(values: dict, world_size: int = 2, body=run) -> str:
-    return run_distributed(body, values, world_size=world_size)[0]
-
-
-def moved(values: dict, tmp_path: Path, keep_step: int) -> dict:
-    """The same run in another folder, as if it had been stopped after ``keep_step``."""
-    source, target = tmp_path / "runs" / "run", tmp_path / "again" / "run"
-    shutil.copytree(source, target)
-    for folder in (target / "checkpoints").iterdir():
-        if folder.name != f"step-{keep_step:08d}":
-            shutil.rmtree(folder)
-    return values | {"log": values["log"] | {"folder": str(tmp_path / "again")}}
-
-
-def state(folder: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
-    checkpoint = Checkpoint(folder / "checkpoints" / f"step-{step:08d}")
-    shapes = {key: sum(chunk.length for chunk, _ in runs) for key, runs in checkpoint.chunks.items()}
-    return {key: checkpoint.fetch(*key, 0, length) for key, length in shapes.items()}
-
-
-def losses(folder: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == len({row["step"] for row in rows})
-    return {row["step"]: row["train/loss"] for row in rows}
-
-
 @pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
 def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(run_values, tmp_path, engine, zero_stage):
     values = run_values | {"parallel": {"engine": engine, "zero_stage": zero_stage, "ep": 2}}
     unbroken = Path(on_ranks(values))
     resumed = Path(on_ranks(moved(values, tmp_path, keep_step=3)))
-    before, after = state(unbroken, 6), state(resumed, 6)
-    assert before.keys() == after.keys() and {key for _, key in before} == {"weight", "exp_avg", "exp_avg_sq", "buffer"}
-    for key in before:
-        assert torch.equal(before[key], after[key]), key
+    assert_same_bits(state(unbroken, 6), state(resumed, 6))
     assert losses(unbroken) == losses(resumed)
 
 
@@ -95,8 +56,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped_for_the_last_good_one(run_val
     values = run_values | {"log": run_values["log"] | {"folder": str(tmp_path / "again")}}
     shutil.copytree(unbroken, tmp_path / "again" / "run")
     shutil.rmtree(tmp_path / "again" / "run" / "checkpoints" / "step-00000006")
-    after = state(Path(on_ranks(values)), 6)
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_same_bits(before, state(Path(on_ranks(values)), 6))
     assert on_ranks(run_values, body=seen_at_start) == "skipped 6, found 3"
 
 

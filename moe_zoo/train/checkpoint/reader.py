@@ -69,7 +69,7 @@ class Checkpoint:
     def check_model(self, architecture: Architecture) -> None:
         """Refuse to put these weights into another model."""
         ours, theirs = (_flat(a.to_dict()) for a in (architecture, self.architecture))
-        for key in ours.keys() | theirs.keys():
+        for key in sorted(ours.keys() | theirs.keys()):  # every rank names the same one
             if ours.get(key) != theirs.get(key):
                 raise CheckpointError(
                     f"checkpoint {self.folder}: holds another model, {key} is {theirs.get(key)} there and "

@@ -1,0 +1,58 @@
+"""Runs of the trainer on the ranks of a pool, and what they left on disk."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moe_zoo.comm.launch import World
+from moe_zoo.spec.recipe import Recipe
+from moe_zoo.testing import run_distributed
+from moe_zoo.train.checkpoint import Checkpoint
+from moe_zoo.train.trainer import train
+
+State = dict[tuple[str, str], torch.Tensor]
+
+
+def run(values: dict) -> str:
+    """On a rank: train a recipe of plain values."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return str(train(Recipe.from_dict(values), World(rank, world, rank, world, "torchrun")))
+
+
+def on_ranks(values: dict, world_size: int = 2, body=run) -> str:
+    """The run's folder, or what ``body`` returned on rank 0."""
+    return run_distributed(body, values, world_size=world_size)[0]
+
+
+def moved(values: dict, tmp_path: Path, keep_step: int) -> dict:
+    """The same run in another folder, as if it had been stopped after ``keep_step``."""
+    source, target = tmp_path / "runs" / "run", tmp_path / "again" / "run"
+    shutil.copytree(source, target)
+    for folder in (target / "checkpoints").iterdir():
+        if folder.name != f"step-{keep_step:08d}":
+            shutil.rmtree(folder)
+    return values | {"log": values["log"] | {"folder": str(tmp_path / "again")}}
+
+
+def state(folder: Path, step: int) -> State:
+    """Every tensor of a run's checkpoint, flat."""
+    checkpoint = Checkpoint(folder / "checkpoints" / f"step-{step:08d}")
+    shapes = {key: sum(chunk.length for chunk, _ in runs) for key, runs in checkpoint.chunks.items()}
+    return {key: checkpoint.fetch(*key, 0, length) for key, length in shapes.items()}
+
+
+def assert_same_bits(before: State, after: State) -> None:
+    """Two checkpoints hold the same values under the same names."""
+    assert before.keys() == after.keys() and {key for _, key in before} == {"weight", "exp_avg", "exp_avg_sq", "buffer"}
+    for key in before:
+        assert torch.equal(before[key], after[key]), key
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Training loss by step; no step stands twice."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == len({row["step"] for row in rows})
+    return {row["step"]: row["train/loss"] for row in rows}
