@@ -82,6 +82,7 @@ def init_process_group(world: World, timeout_s: float = 1800.0) -> "torch.device
 
     device = _device(world)
     _set_threads(world)
+    os.environ.setdefault("LOCAL_SIZE", str(world.ranks_per_node))  # else DeepSpeed runs numactl at each reduction
     if dist.is_initialized():
         return device
     if device.type == "cuda":

@@ -149,9 +149,20 @@ class DeepSpeedEngine(Engine):
         if self.stage == 3:  # else a parameter without gradient in this step is given that of an older one
             self.zero.grad_partitions_flat_buffer.zero_()
         with self.engine.coalesce_grad_reduction():
+            if self.stage == 3 and self.recipe.parallel.gather == "step":
+                self._gather_all()
             yield
         if self.stage == 3:
             self.zero.parameter_offload.get_param_coordinator().release_and_reset_all(self.engine.module)
+
+    def _gather_all(self) -> None:
+        """One collective per replica group; the hooks of the layers then find their weights, and leave them."""
+        for kind in self.mesh.replicas:
+            params = [param for name, param in self.named.items() if self.placements[name].kind == kind]
+            if params:
+                params[0].all_gather_coalesced(params).wait()
+        for param in self.named.values():
+            param.ds_active_sub_modules.add("step")  # a weight is released only when this set is empty
 
     def _norm(self) -> Tensor:
         """Shards are disjoint over the world, so the norm is one sum over it; whole gradients count by their share."""

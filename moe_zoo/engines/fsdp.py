@@ -1,6 +1,7 @@
 """torch FSDP2 under experts spread over ranks: gradients are summed over the replica group, nothing is averaged.
 
-``zero_stage`` 3 frees a block's parameters after its forward; 2 keeps them until the step ends.
+``zero_stage`` 3 frees a block's weights after its forward, unless ``parallel.gather`` is ``step``; 2 keeps them until
+its backward.
 """
 
 import contextlib
@@ -86,7 +87,9 @@ class FSDPEngine(Engine):
         }
         precision = self.recipe.precision
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
-        options = {"reshard_after_forward": self.recipe.parallel.zero_stage == 3, "mp_policy": policy}
+        parallel = self.recipe.parallel
+        frees = parallel.zero_stage == 3 and parallel.gather == "layer"
+        options = {"reshard_after_forward": frees, "mp_policy": policy}
         for module in self.module.modules():
             kinds = {kind_of[id(param)] for param in module.parameters(recurse=False)}
             assert len(kinds) < 2, "a module's own parameters share a replica group"

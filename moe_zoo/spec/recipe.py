@@ -73,6 +73,7 @@ class Parallel(Section):
     ep: Count | Literal["auto"] = "auto"  # auto: the largest divisor of num_experts that divides the ranks of a node
     engine: Literal["auto", "deepspeed", "fsdp"] = "auto"
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 3
+    gather: Literal["layer", "step"] = "layer"  # stage 3: weights gathered for each use, or once for a whole step
 
 
 class Precision(Section):

@@ -198,6 +198,11 @@ def test_four_ranks_that_share_experts_in_pairs_take_the_steps_of_one_process(en
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_weights_gathered_once_for_a_step_change_nothing(engine):
+    check(make_recipe(parallel__engine=engine, parallel__gather="step", parallel__ep=2), world_size=4)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 def test_ranks_whose_experts_get_no_token_do_not_hang(engine):
     recipe = make_recipe(parallel__engine=engine, parallel__ep=4, model__moe__router={"num_experts": 8, "top_k": 2})
     check(recipe, world_size=4)  # ranks 2 and 3 hold experts 4 to 7
