@@ -87,12 +87,12 @@ def tokenizer(spec: Annotated[Path, typer.Argument(metavar="TRAIN_YAML", help="I
     print(spec.parent)
 
 
-@app.command(epilog="Example: moe-zoo demo")
-def demo() -> None:
+@app.command(epilog="Example: moe-zoo demo train.steps=800 name=longer")
+def demo(overrides: Overrides = None) -> None:
     """Prepare data, train a tiny model, sample from it and check what it learnt. Minutes on two cores."""
     from moe_zoo.demo import run_demo
 
-    run_demo()
+    run_demo(overrides or ())
 
 
 @app.command(epilog="Example: moe-zoo compare recipes/tiny/switch_lm.yaml recipes/tiny/dense_twin.yaml --seeds 3")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ RECIPE, LAUNCH = Path("recipes/tiny/switch_lm.yaml"), Path("recipes/launch/cpu_x
 PROMPT = "def read_file(path):\n"
 
 
-def run_demo(overrides: tuple[str, ...] = ()) -> None:
+def run_demo(overrides: Sequence[str] = ()) -> None:
     """Everything, from the clone's root; what is done already is not done again."""
     if not (ROOT / RECIPE).is_file():
         raise MoeZooError(f"demo: {ROOT} has no {RECIPE}; the demo runs from a clone; git clone, then make demo")
@@ -67,7 +68,7 @@ def _prepare(recipe: Recipe, console: Console) -> None:
     )
 
 
-def _train(overrides: tuple[str, ...], console: Console) -> None:
+def _train(overrides: Sequence[str], console: Console) -> None:
     """Two processes, as a user would start them."""
     if not find_spec("deepspeed"):
         console.print(f"DeepSpeed runs on Linux only; on {sys.platform} the FSDP2 engine shards the model instead")

@@ -77,17 +77,21 @@ class Checkpoint:
                 )
 
     def _verified(self, chunk: Chunk, file: str) -> np.ndarray:
-        raw = b""
-        if chunk.length:
-            with open(self.folder / file, "rb") as stream:
-                stream.seek(chunk.offset)
-                raw = stream.read(chunk.length * ITEM_BYTES)
+        raw = self._bytes(chunk, file)
         if len(raw) != chunk.length * ITEM_BYTES or xxhash.xxh3_128_hexdigest(raw) != chunk.xxh3:
             raise CheckpointError(
                 f"checkpoint {self.folder}: {file} is damaged at byte {chunk.offset} ({chunk.key} of {chunk.name}); "
                 f"its hash is not the one written; delete that folder to resume from the one before"
             )
         return np.frombuffer(raw, np.float32)
+
+    def _bytes(self, chunk: Chunk, file: str) -> bytes:
+        try:
+            with open(self.folder / file, "rb") as stream:
+                stream.seek(chunk.offset)
+                return stream.read(chunk.length * ITEM_BYTES)
+        except OSError:  # gone or unreadable: less than was written
+            return b""
 
     def _read_manifest(self) -> dict[str, Any]:
         path = self.folder / MANIFEST

@@ -88,7 +88,7 @@ def _chunks(engine: Engine, rank: int) -> list[tuple[str, str, int, Tensor]]:
 def _drop_old(root: Path, keep: int | None) -> None:
     if keep is None:
         return
-    whole = sorted(folder for folder in root.iterdir() if step_of(folder) is not None and (folder / MANIFEST).exists())
-    for folder in whole[:-keep]:
+    whole = [folder for folder in root.iterdir() if step_of(folder) is not None and (folder / MANIFEST).exists()]
+    for folder in sorted(whole, key=step_of)[:-keep]:
         (folder / MANIFEST).unlink()  # first: a crash half-way leaves no checkpoint rather than a torn one
         shutil.rmtree(folder)
