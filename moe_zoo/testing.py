@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -56,17 +57,16 @@ class _Pool:
     def _collect(self, timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < len(self.pipes):
-            open_pipes = [pipe for rank, pipe in enumerate(self.pipes) if rank not in results]
-            ready = wait(open_pipes, timeout=timeout_s)
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
+            ready = wait(list(waiting), timeout=timeout_s)
             if not ready:
-                waiting = sorted(set(range(len(self.pipes))) - set(results))
-                raise TimeoutError(f"ranks {waiting} did not answer within {timeout_s} s")
-            for pipe in ready:
-                rank = self.pipes.index(pipe)
-                failed, value = pipe.recv()
-                if failed:
-                    raise AssertionError(f"rank {rank} of {len(self.pipes)}:\n{value}")
-                results[rank] = value
+                raise TimeoutError(f"ranks {list(waiting.values())} did not answer within {timeout_s} s")
+            answers = {waiting[pipe]: _receive(pipe) for pipe in ready}
+            failures = [(failed_at, rank, text) for rank, (failed_at, text) in answers.items() if failed_at]
+            if failures:
+                _, rank, text = min(failures)  # the first: what the others say follows from it
+                raise AssertionError(f"rank {rank} of {len(self.pipes)}:\n{text}")
+            results |= {rank: value for rank, (_, value) in answers.items()}
         return [results[rank] for rank in range(len(self.pipes))]
 
     def close(self) -> None:
@@ -74,6 +74,14 @@ class _Pool:
             process.kill()
         for process in self.processes:
             process.join()
+
+
+def _receive(pipe: Connection) -> tuple[float, Any]:
+    """(when it failed or 0, result or traceback)."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return time.monotonic(), "its process ended without a word"
 
 
 def _rank_main(rank: int, world_size: int, pipe: Connection) -> None:
@@ -90,12 +98,14 @@ def _rank_main(rank: int, world_size: int, pipe: Connection) -> None:
         sys.path[:] = path
         try:
             body, args = pipe.recv()
-            pipe.send((False, _run_once(rank, world_size, rendezvous, timeout_s, body, args)))
+            pipe.send((0.0, _run_once(rank, world_size, rendezvous, timeout_s, body, args, pipe)))
         except BaseException:
-            pipe.send((True, traceback.format_exc()))
+            pipe.send((time.monotonic(), traceback.format_exc()))
 
 
-def _run_once(rank: int, world_size: int, rendezvous: str, timeout_s: float, body: Callable, args: tuple) -> Any:
+def _run_once(
+    rank: int, world_size: int, rendezvous: str, timeout_s: float, body: Callable, args: tuple, pipe: Connection
+) -> Any:
     import torch.distributed as dist
 
     dist.init_process_group(
@@ -103,6 +113,9 @@ def _run_once(rank: int, world_size: int, rendezvous: str, timeout_s: float, bod
     )
     try:
         return body(*args)
+    except BaseException:  # told before the group goes: then the others fail too
+        pipe.send((time.monotonic(), traceback.format_exc()))
+        raise
     finally:
         deepspeed_comm = sys.modules.get("deepspeed.comm.comm")
         if deepspeed_comm is not None:

@@ -48,5 +48,5 @@ class AllToAllDispatcher:
         y_ND = all_to_all(experts(x_RD, expert_R1), receive, send, self.group)
 
         y_ND = torch.cat((y_ND, y_ND.new_zeros(T * K - len(y_ND), y_ND.shape[1])))
-        y_TKD = y_ND.index_select(0, inverse_permutation(order_N)).view(T, K, -1)
+        y_TKD = y_ND.index_select(0, inverse_permutation(order_N)).view(T, K, y_ND.shape[1])
         return torch.einsum("tkd,tk->td", y_TKD, routing.weights_TK.to(y_TKD.dtype))

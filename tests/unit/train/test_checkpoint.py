@@ -1,0 +1,231 @@
+"""A checkpoint by hand: what is read across chunks, and what is told of each way to damage it."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from moe_zoo.engines import make_engine
+from moe_zoo.parallel.build import build_model
+from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.spec.recipe import Recipe
+from moe_zoo.train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from moe_zoo.train.checkpoint.format import FORMAT, MANIFEST, data_file, digest, folder_name
+from moe_zoo.train.export import export_checkpoint
+
+RUNS = {0: [("a", 0, 3), ("b", 0, 2)], 1: [("a", 3, 4)], 2: [("b", 2, 1), ("a", 7, 3)]}  # rank: (name, start, length)
+
+
+@pytest.fixture
+def recipe(run_values) -> Recipe:
+    run_values["parallel"] = {"engine": "fsdp"}
+    return Recipe.from_dict(run_values)
+
+
+def write(folder: Path, recipe: Recipe, runs=RUNS, step: int = 7) -> Path:
+    """Three ranks' files; element i of a parameter is i."""
+    folder.mkdir(parents=True)
+    tables = []
+    for rank, pieces in runs.items():
+        table, raw = [], b""
+        for name, start, length in pieces:
+            part = np.arange(start, start + length, dtype=np.float32).tobytes()
+            chunk = {"name": name, "key": "weight", "start": start, "length": length, "offset": len(raw)}
+            table.append(chunk | {"xxh3": xxhash.xxh3_128_hexdigest(part)})
+            raw += part
+        (folder / data_file(rank)).write_bytes(raw)
+        (folder / data_file(rank)).with_suffix(".json").write_text(json.dumps(table))
+        tables.append({"file": data_file(rank), "sha256": digest(table)})
+    manifest = {"format": FORMAT, "step": step, "recipe": recipe.to_dict(), "tables": tables}
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"sha256": digest(manifest)}))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, recipe) -> Path:
+    return write(tmp_path / "checkpoints" / folder_name(7), recipe)
+
+
+def refusal(action) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_run_of_elements_is_found_across_chunk_borders(folder, recipe):
+    checkpoint = Checkpoint(folder)
+    assert (checkpoint.step, checkpoint.recipe, checkpoint.names("weight")) == (7, recipe, ["a", "b"])
+    for start in range(10):
+        for length in range(10 - start + 1):
+            assert checkpoint.fetch("a", "weight", start, length).tolist() == list(range(start, start + length))
+
+
+@pytest.mark.parametrize(
+    ("runs", "name", "missing"),
+    [
+        ({0: [("a", 0, 3)], 1: [("a", 7, 3)]}, "a", 3),
+        ({0: [("a", 2, 8)]}, "a", 0),
+        ({0: [("a", 0, 9)]}, "a", 9),
+        ({0: [("b", 0, 10)]}, "a", 0),
+    ],
+    ids=["in the middle", "at the beginning", "at the end", "all of it"],
+)
+def test_a_hole_is_named_by_its_first_element(tmp_path, recipe, runs, name, missing):
+    folder = write(tmp_path / "holes", recipe, runs)
+    assert refusal(lambda: Checkpoint(folder).fetch(name, "weight", 0, 10)) == (
+        f"checkpoint {folder}: weight of a has no element {missing}; every element must be saved once; use an earlier "
+        f"checkpoint"
+    )
+
+
+def test_a_folder_without_a_manifest_was_never_finished(folder):
+    (folder / MANIFEST).unlink()
+    expected = f"checkpoint {folder}: no {MANIFEST}; it was never finished; delete the folder"
+    assert refusal(lambda: Checkpoint(folder)) == expected
+
+
+def test_a_torn_manifest_or_table_is_named(folder):
+    for name in (MANIFEST, "rank-00001.json"):
+        whole = (folder / name).read_text()
+        (folder / name).write_text(whole[: len(whole) // 2])
+        assert refusal(lambda: Checkpoint(folder)).startswith(f"checkpoint {folder}: {name}: ")
+        (folder / name).write_text(whole)
+    Checkpoint(folder).verify()
+
+
+def test_any_flipped_byte_of_the_manifest_is_noticed(folder):
+    raw = (folder / MANIFEST).read_bytes()
+    before = json.loads(raw)
+    for place in range(len(raw)):
+        flipped = bytearray(raw)
+        flipped[place] ^= 1 << place % 8
+        (folder / MANIFEST).write_bytes(flipped)
+        try:
+            Checkpoint(folder)
+        except CheckpointError as error:
+            assert re.search(rf"{MANIFEST}(:| is damaged or of another format; delete)", str(error))
+        else:
+            assert json.loads(flipped) == before, "another way to write the same"
+
+
+def test_another_format_is_refused(folder):
+    manifest = json.loads((folder / MANIFEST).read_text()) | {"format": FORMAT + 1}
+    del manifest["sha256"]
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"sha256": digest(manifest)}))
+    assert "of another format" in refusal(lambda: Checkpoint(folder))
+
+
+def test_an_altered_table_is_named(folder):
+    path = folder / "rank-00002.json"
+    table = json.loads(path.read_text())
+    table[1]["start"] = 8
+    path.write_text(json.dumps(table))
+    expected = f"checkpoint {folder}: the table of rank-00002.bin is damaged; delete the folder"
+    assert refusal(lambda: Checkpoint(folder)) == expected
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "missing"])
+def test_damaged_data_is_named_by_file_byte_and_parameter_and_the_rest_still_reads(folder, damage):
+    data = folder / "rank-00002.bin"
+    raw = bytearray(data.read_bytes())
+    raw[-1] ^= 128
+    data.write_bytes(raw if damage == "flipped" else raw[:-1])
+    if damage == "missing":
+        data.unlink()
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.fetch("a", "weight", 0, 7).tolist() == list(range(7))
+    assert refusal(lambda: checkpoint.fetch("a", "weight", 6, 2)) == (
+        f"checkpoint {folder}: rank-00002.bin is damaged at byte 4 (weight of a); its hash is not the one written; "
+        f"delete that folder to resume from the one before"
+    )
+    assert "rank-00002.bin is damaged" in refusal(checkpoint.verify)
+
+
+def test_the_newest_whole_one_counts_and_unfinished_ones_are_none(tmp_path, recipe):
+    root = tmp_path / "checkpoints"
+    assert latest_checkpoint(root) is None
+    (root / "step-12x").mkdir(parents=True)
+    (root / folder_name(3)).mkdir()
+    skipped = []
+    assert latest_checkpoint(root, skipped.append) is None and len(skipped) == 1
+    for step in (99_999_999, 100_000_000):
+        write(root / folder_name(step), recipe, step=step)
+    assert latest_checkpoint(root).step == 100_000_000
+    shutil.rmtree(root / folder_name(99_999_999))
+    (root / folder_name(100_000_000) / "rank-00000.bin").unlink()
+    assert refusal(lambda: latest_checkpoint(root)).startswith(f"checkpoint {root}: none of 2 checkpoints is whole; ")
+
+
+def test_another_model_is_named_by_the_first_key_in_order(folder, recipe):
+    other = recipe.to_dict()["model"] | {"num_layers": 1, "d_model": 16, "vocab_size": 8}
+    expected = "model.d_model is 32 there and 16 in the recipe"
+    architecture = Recipe.from_dict(recipe.to_dict() | {"model": other}).model
+    assert expected in refusal(lambda: Checkpoint(folder).check_model(architecture))
+
+
+# ---------------------------------------------------------------------- written by an engine
+
+
+def value_of(name: str, key: str, start: int, length: int) -> torch.Tensor:
+    """Weights that tell where they belong."""
+    return (torch.arange(start, start + length) + 1000 * len(name) + len(key)) / 1e6
+
+
+@pytest.fixture
+def engine(alone, recipe):
+    made = make_engine(build_model(recipe.model, alone, seed=0), alone, recipe)
+    made.load(value_of, num_steps=2)
+    return made
+
+
+def test_what_an_engine_saves_is_all_of_its_state_and_nothing_else_is_left(engine, tmp_path):
+    saved = Checkpoint(save_checkpoint(tmp_path, engine, step=2))
+    saved.verify()
+    for key in ("weight", "exp_avg", "exp_avg_sq"):
+        assert sorted(saved.names(key)) == sorted(engine.named)
+        for name, param in engine.named.items():
+            assert torch.equal(saved.fetch(name, key, 0, param.numel()), value_of(name, key, 0, param.numel()))
+    assert saved.names("buffer") == [name for name, _ in engine.module.named_buffers()]
+    assert sorted(path.name for path in saved.folder.iterdir()) == [MANIFEST, "rank-00000.bin", "rank-00000.json"]
+
+
+def test_a_torn_folder_is_written_anew_a_whole_one_is_left_and_the_oldest_go(engine, tmp_path):
+    (tmp_path / folder_name(2)).mkdir()
+    (tmp_path / folder_name(2) / "rank-00009.bin").write_bytes(b"torn")
+    first = save_checkpoint(tmp_path, engine, step=2, keep=2)
+    assert not (first / "rank-00009.bin").exists()
+    written = (first / MANIFEST).stat().st_mtime_ns
+    assert save_checkpoint(tmp_path, engine, step=2) == first and (first / MANIFEST).stat().st_mtime_ns == written
+    save_checkpoint(tmp_path, engine, step=99_999_999, keep=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "step-99999999"}
+    save_checkpoint(tmp_path, engine, step=100_000_000, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-100000000"]
+
+
+def test_an_explicit_checkpoint_is_exported_not_the_newest(engine, tmp_path):
+    import moe_zoo
+
+    early = save_checkpoint(tmp_path / "run" / "checkpoints", engine, step=2)
+    engine.load(lambda *where: value_of(*where) + 1, num_steps=3)
+    save_checkpoint(tmp_path / "run" / "checkpoints", engine, step=3)
+    for source, shift in ((early, 0), (tmp_path / "run", 1), (tmp_path / "run" / "checkpoints", 1)):
+        out = export_checkpoint(source, tmp_path / "exported")
+        for name, param in moe_zoo.load(out).model.named_parameters():
+            assert torch.equal(param.detach().flatten(), value_of(name, "weight", 0, param.numel()) + shift)
+    assert (out / "tokenizer.model").exists()
+
+
+def test_an_export_of_nothing_or_without_tokenizer_is_refused(engine, tmp_path):
+    assert refusal(lambda: export_checkpoint(tmp_path, tmp_path / "out")) == (
+        f"export: {tmp_path}; holds no checkpoint; give a run's folder or one of its checkpoints"
+    )
+    made = save_checkpoint(tmp_path, engine, step=2)
+    assert refusal(lambda: export_checkpoint(made, tmp_path / "out", tmp_path / "gone")) == (
+        f"export: tokenizer {tmp_path}/gone; no such folder; give it with --tokenizer"
+    )
