@@ -31,8 +31,13 @@ def expert_ffn(
     """
     if weights_TK is None:
         weights_TK = torch.ones_like(experts_TK, dtype=x_TD.dtype)
-    path = _grouped_experts if x_TD.is_cuda else LoopedExperts.apply
+    path = _grouped_experts if _suits_grouped_mm(x_TD, w_up, w_down) else LoopedExperts.apply
     return path(x_TD, experts_TK, weights_TK, w_up, w_down, activation, gated)
+
+
+def _suits_grouped_mm(*tensors: Tensor) -> bool:
+    """What torch's kernel takes: bf16 on a GPU, rows of a multiple of 16 bytes."""
+    return all(t.is_cuda and t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 for t in tensors)
 
 
 def host_counts(counts: Tensor) -> list[int]:
