@@ -60,8 +60,12 @@ class DeepSpeedEngine(Engine):
         for group in self.optimizer.param_groups:
             if group["kind"] != "stage":
                 group["moe"], group["name"] = True, group["kind"]  # ZeRO 1 and 2 read these two
+        is_narrow = recipe.precision.compute != "fp32"
+        initial = {name: param.detach().clone().view(-1) for name, param in self.named.items() if is_narrow}
         self._initialize()
         self.zero = self.engine.optimizer
+        if is_narrow:
+            self._restore_bits(initial)
 
     def forward(self, micro: MicroBatch) -> DecoderOutput:
         return self._call(self.engine if self.stage else self.engine.module, micro)
@@ -112,6 +116,15 @@ class DeepSpeedEngine(Engine):
             self.engine.optimizer.scaled_global_norm = self._norm
         else:
             self.engine.clip_fp32_gradients = self._clip_whole_gradients
+
+    def _restore_bits(self, initial: dict[str, Tensor]) -> None:
+        """DeepSpeed rounds the weights to bf16 before it copies them to its fp32 masters."""
+
+        def fetch(name: str, key: str, start: int, length: int) -> Tensor:
+            offset = start - self.placements[name].start
+            return initial[name][offset : offset + length] if key == "weight" else torch.zeros(length)
+
+        self.load(fetch, num_steps=0)
 
     def _config(self) -> dict[str, Any]:
         largest = max(placement.numel for placement in self.placements.values())
