@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +20,10 @@ from moe_zoo.spec.recipe import Recipe
 class Feed:
     """This rank's part of every global batch, and of the validation rows."""
 
-    def __init__(self, recipe: Recipe, mesh: Mesh, step: int):
+    def __init__(self, recipe: Recipe, mesh: Mesh, step: int, state: dict[str, Any] | None = None):
+        """Begin before optimizer step ``step``, where a checkpoint's ``state`` says the data stood."""
         train, self.device = recipe.train, mesh.device
+        self.first_step, self.first_position = step, state["position"] if state else 0
         self.stream = TokenStream(
             recipe.data.path,
             seed=train.seed,
@@ -28,9 +31,10 @@ class Feed:
             micro_batches=train.micro_batches,
             dp=mesh.dp,
             dp_rank=mesh.dp_rank,
-            position=step * train.global_batch,
+            position=self.first_position,
         )
         self.seed, self.step = train.seed, step
+        self.path, self.global_batch = recipe.data.path, train.global_batch
         self._check(recipe)
         self.tokenizer = load_tokenizer(recipe.data.tokenizer)
         self._check_tokenizer(recipe)
@@ -44,6 +48,11 @@ class Feed:
             MicroBatch(self._unpack(tokens), torch.from_numpy(ids).to(self.device))
             for tokens, ids in zip(batch.tokens, seeds, strict=True)
         ]
+
+    def state_after(self, step: int) -> dict[str, Any]:
+        """Where the data stands after optimizer step ``step``, which may be a batch behind what was read."""
+        position = self.first_position + (step - self.first_step) * self.global_batch
+        return {"path": self.path, "fingerprint": self.stream.fingerprint, "position": position}
 
     def close(self) -> None:
         """Stop reading ahead."""

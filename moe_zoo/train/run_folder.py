@@ -6,6 +6,7 @@ runs/<name>/recipe.yaml  metrics.jsonl  checkpoints/step-00000050/  model/
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from moe_zoo.comm.agree import first_rank_decides
 from moe_zoo.engines import Engine
@@ -39,14 +40,13 @@ class RunFolder:
 
     def restore(self, checkpoint: Checkpoint, engine: Engine) -> None:
         """Weights, moments and buffers of ``checkpoint`` into an engine of any layout."""
-        checkpoint.check_model(self.recipe.model)
         engine.load(checkpoint.fetch, checkpoint.step)
         for name, buffer in engine.module.named_buffers():
             buffer.copy_(checkpoint.fetch(name, "buffer", 0, buffer.numel()).view_as(buffer))
 
-    def save(self, engine: Engine, step: int) -> Path:
-        """A checkpoint after ``step`` steps. Collective."""
-        return save_checkpoint(self.path / "checkpoints", engine, step, self.recipe.checkpoint.keep)
+    def save(self, engine: Engine, step: int, stream: dict[str, Any]) -> Path:
+        """A checkpoint after ``step`` steps, the data standing at ``stream``. Collective."""
+        return save_checkpoint(self.path / "checkpoints", engine, step, self.recipe.checkpoint.keep, stream)
 
     def export(self) -> Path:
         """The newest checkpoint as a model folder. Collective; one rank works."""

@@ -41,10 +41,13 @@ class Run:
         self.recipe, self.mesh, self.folder = recipe, mesh, RunFolder(recipe)
         checkpoint = self.folder.find_checkpoint()
         self.step = checkpoint.step if checkpoint else 0
-        self.feed = Feed(recipe, mesh, self.step)
+        if checkpoint:
+            checkpoint.check_model(recipe.model)
+        self.feed = Feed(recipe, mesh, self.step, checkpoint.stream if checkpoint else None)
         cleanup.callback(self.feed.close)
         self.engine = make_engine(build_model(recipe.model, mesh, recipe.train.seed), mesh, recipe)
         if checkpoint:
+            checkpoint.check_stream(recipe.data.path, self.feed.stream.fingerprint)
             self.folder.restore(checkpoint, self.engine)
         self.stop = StopRequest()
         cleanup.callback(self.stop.restore)
@@ -123,7 +126,9 @@ class Run:
         self.display.say(f"step {self.step}: {train.sample_prompt!r} -> {tokenizer.decode(new)!r}")
 
     def _save(self) -> int:
-        self.display.say(f"step {self.step}: saved {self.folder.save(self.engine, self.step)}")
+        self.display.say(
+            f"step {self.step}: saved {self.folder.save(self.engine, self.step, self.feed.state_after(self.step))}"
+        )
         return self.step
 
     def _introduce(self) -> None:

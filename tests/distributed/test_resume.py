@@ -1,5 +1,6 @@
 """A run that stopped and resumed is the unbroken run; what is damaged is named and never believed."""
 
+import json
 import resource
 import shutil
 import signal
@@ -10,6 +11,7 @@ import torch
 
 from moe_zoo.spec.errors import CheckpointError
 from moe_zoo.train.checkpoint import Checkpoint
+from moe_zoo.train.checkpoint.format import digest
 from tests.helpers import assert_same_bits, losses, moved, on_ranks, run, state
 
 ENGINES = [("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3)]
@@ -116,3 +118,24 @@ def test_keep_drops_the_oldest_and_the_model_folder_holds_the_last_weights(run_v
     for (name, key), values in state(folder, 6).items():
         if key == "weight":
             assert torch.equal(exported[name].detach().flatten(), values), name
+
+
+def test_data_prepared_anew_in_the_same_place_is_refused(run_values):
+    folder = Path(on_ranks(run_values))
+    data = Path(run_values["data"]["path"])
+    for manifest in folder.glob("checkpoints/*/MANIFEST.json"):
+        values = json.loads(manifest.read_text())
+        values["stream"]["fingerprint"] = "0" * 32  # as if another corpus had been there
+        values.pop("sha256")
+        manifest.write_text(json.dumps(values | {"sha256": digest(values)}))
+    text = on_ranks(run_values, body=expect_refusal)
+    assert text.startswith(f"checkpoint {folder}/checkpoints/step-00000006: {data} holds other data than when it was")
+
+
+def test_a_resumed_run_with_another_batch_size_repeats_and_skips_no_row(run_values, tmp_path):
+    on_ranks(run_values)
+    values = moved(run_values, tmp_path, keep_step=3)
+    values["train"] = values["train"] | {"global_batch": 4}
+    again = Path(on_ranks(values))
+    positions = [Checkpoint(again / "checkpoints" / f"step-{s:08d}").stream["position"] for s in (3, 6)]
+    assert positions == [3 * 8, 3 * 8 + 3 * 4]

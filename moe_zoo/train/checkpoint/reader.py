@@ -23,6 +23,7 @@ class Checkpoint:
         self.folder = folder
         manifest = self._read_manifest()
         self.step: int = manifest["step"]
+        self.stream: dict[str, Any] | None = manifest["stream"]  # where the data stood
         self.recipe = Recipe.from_dict(manifest["recipe"])
         self.chunks: dict[tuple[str, str], list[tuple[Chunk, str]]] = {}
         for table in manifest["tables"]:
@@ -75,6 +76,14 @@ class Checkpoint:
                     f"checkpoint {self.folder}: holds another model, {key} is {theirs.get(key)} there and "
                     f"{ours.get(key)} in the recipe; give the run another name, or set checkpoint.resume=false"
                 )
+
+    def check_stream(self, path: str, fingerprint: str) -> None:
+        """Refuse to go on in data that was prepared anew in the same place. Another path is a choice, and allowed."""
+        if self.stream and self.stream["path"] == path and self.stream["fingerprint"] != fingerprint:
+            raise CheckpointError(
+                f"checkpoint {self.folder}: {path} holds other data than when it was saved; the resumed run would not "
+                f"be the same run; restore the data, or give the run another name"
+            )
 
     def _verified(self, chunk: Chunk, file: str) -> np.ndarray:
         raw = self._bytes(chunk, file)

@@ -27,8 +27,13 @@ from moe_zoo.train.checkpoint.format import (
 )
 
 
-def save_checkpoint(root: Path, engine: Engine, step: int, keep: int | None = None) -> Path:
-    """Write ``root/step-<step>`` from every rank and drop all but the newest ``keep``. Collective."""
+def save_checkpoint(
+    root: Path, engine: Engine, step: int, keep: int | None = None, stream: dict[str, Any] | None = None
+) -> Path:
+    """Write ``root/step-<step>`` from every rank and drop all but the newest ``keep``. Collective.
+
+    ``stream`` says where the data stood: path, fingerprint and position.
+    """
     folder, rank = root / folder_name(step), dist.get_rank()
     if rank == 0 and folder.exists() and not (folder / MANIFEST).exists():
         shutil.rmtree(folder)  # torn by an earlier crash
@@ -42,7 +47,7 @@ def save_checkpoint(root: Path, engine: Engine, step: int, keep: int | None = No
             shutil.rmtree(folder, ignore_errors=True)
         raise CheckpointError(failures[0])
     if rank == 0:
-        manifest = {"format": FORMAT, "step": step, "recipe": engine.recipe.to_dict()}
+        manifest = {"format": FORMAT, "step": step, "stream": stream, "recipe": engine.recipe.to_dict()}
         manifest["tables"] = [table for _, table in answers]
         write_durably(folder / MANIFEST, json.dumps(manifest | {"sha256": digest(manifest)}, indent=1))
         _drop_old(root, keep)
