@@ -50,7 +50,7 @@ class _Pool:
     def run(self, body: Callable, args: tuple, timeout_s: float) -> list[Any]:
         with tempfile.TemporaryDirectory() as folder:
             for pipe in self.pipes:
-                pipe.send((sys.path, f"file://{folder}/rendezvous", timeout_s))
+                pipe.send((sys.path, f"{folder}/rendezvous", timeout_s))
                 pipe.send((body, args))
             return self._collect(timeout_s)
 
@@ -108,10 +108,12 @@ def _run_once(
 ) -> Any:
     import torch.distributed as dist
 
-    dist.init_process_group(
-        "gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-    )
+    timeout, store = timedelta(seconds=timeout_s), dist.FileStore(rendezvous, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    store.set(f"joined{rank}", "")
     try:
+        # A body that ends at once would otherwise leave while others still connect to this rank.
+        store.wait([f"joined{peer}" for peer in range(world_size)], timeout)
         return body(*args)
     except BaseException:  # told before the group goes: then the others fail too
         pipe.send((time.monotonic(), traceback.format_exc()))

@@ -14,6 +14,7 @@ from moe_zoo.spec.accounting import num_active_parameters, num_parameters, train
 from moe_zoo.spec.errors import MoeZooError
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Recipe
+from moe_zoo.train.checkpoint import Checkpoint
 from moe_zoo.train.console import TrainingDisplay
 from moe_zoo.train.feed import Feed
 from moe_zoo.train.metrics import Metrics, peak_flops_per_s, step_metrics
@@ -41,13 +42,9 @@ class Run:
         self.recipe, self.mesh, self.folder = recipe, mesh, RunFolder(recipe)
         checkpoint = self.folder.find_checkpoint()
         self.step = checkpoint.step if checkpoint else 0
-        if checkpoint:
-            checkpoint.check_model(recipe.model)
-        self.feed = Feed(recipe, mesh, self.step, checkpoint.stream if checkpoint else None)
-        cleanup.callback(self.feed.close)
+        self.feed = self._open_feed(checkpoint, cleanup)
         self.engine = make_engine(build_model(recipe.model, mesh, recipe.train.seed), mesh, recipe)
         if checkpoint:
-            checkpoint.check_stream(recipe.data.path, self.feed.stream.fingerprint)
             self.folder.restore(checkpoint, self.engine)
         self.stop = StopRequest()
         cleanup.callback(self.stop.restore)
@@ -81,6 +78,21 @@ class Run:
         model = self.folder.export()
         self.display.say(f"exported {model}; moe_zoo.load({str(model)!r}) or AutoModelForCausalLM reads it")
         return self.folder.path
+
+    def _open_feed(self, checkpoint: Checkpoint | None, cleanup: ExitStack) -> Feed:
+        """Raises on all ranks what is wrong on one, and only when all are there to hear it."""
+        feed = failure = None
+        try:
+            if checkpoint:
+                checkpoint.check_model(self.recipe.model)
+            feed = Feed(self.recipe, self.mesh, self.step, checkpoint.stream if checkpoint else None)
+            cleanup.callback(feed.close)
+            if checkpoint:
+                checkpoint.check_stream(self.recipe.data.path, feed.stream.fingerprint)
+        except (DataError, MoeZooError) as error:
+            failure = error
+        raise_everywhere(failure)
+        return feed
 
     def _read(self) -> list[MicroBatch]:
         self.began = time.monotonic()

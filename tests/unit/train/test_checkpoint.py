@@ -41,7 +41,7 @@ def write(folder: Path, recipe: Recipe, runs=RUNS, step: int = 7) -> Path:
         (folder / data_file(rank)).write_bytes(raw)
         (folder / data_file(rank)).with_suffix(".json").write_text(json.dumps(table))
         tables.append({"file": data_file(rank), "sha256": digest(table)})
-    manifest = {"format": FORMAT, "step": step, "recipe": recipe.to_dict(), "tables": tables}
+    manifest = {"format": FORMAT, "step": step, "stream": None, "recipe": recipe.to_dict(), "tables": tables}
     (folder / MANIFEST).write_text(json.dumps(manifest | {"sha256": digest(manifest)}))
     return folder
 
