@@ -159,6 +159,8 @@ def _read_ahead(share: _Share, position: int, ready: queue.Queue, stop: threadin
 def _end(stop: threading.Event, ready: queue.Queue, thread: threading.Thread) -> None:
     """Stop the reading thread: it may wait for room in the queue, or for a server; the latter is left to end alone."""
     stop.set()
+    if thread is threading.current_thread():  # the collector of garbage runs in any thread, this one too
+        return
     deadline = time.monotonic() + CLOSE_S
     while thread.is_alive() and time.monotonic() < deadline:
         try:

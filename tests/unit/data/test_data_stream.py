@@ -1,6 +1,7 @@
 """The stream: what a batch holds depends on (seed, position) alone."""
 
 import os
+import queue
 import signal
 import threading
 import time
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from data_pipelines import DataError, StreamError, TokenStream, valid_rows
+from data_pipelines.stream import _end
 
 GOLDEN = [185, 191, 193, 196, 902, 926, 950, 953, 957, 961, 972, 977]  # 4 rows end epoch 3, 8 begin epoch 4
 
@@ -207,3 +209,9 @@ def test_a_forked_child_is_refused(rows_set):
     os.close(writer)
     assert "stream used in a forked child" in os.read(reader, 1000).decode()
     stream.close()
+
+
+def test_a_stream_that_its_own_thread_collects_ends_in_silence():
+    stop, ready = threading.Event(), queue.Queue()
+    _end(stop, ready, threading.current_thread())
+    assert stop.is_set()
