@@ -23,7 +23,7 @@ class Checkpoint:
         self.folder = folder
         manifest = self._read_manifest()
         self.step: int = manifest["step"]
-        self.stream: dict[str, Any] | None = manifest["stream"]  # where the data stood
+        self.stream: dict[str, Any] | None = manifest.get("stream")  # where the data stood
         self.recipe = Recipe.from_dict(manifest["recipe"])
         self.chunks: dict[tuple[str, str], list[tuple[Chunk, str]]] = {}
         for table in manifest["tables"]:
