@@ -29,7 +29,7 @@ def run_demo(overrides: Sequence[str] = ()) -> None:
     if not (ROOT / RECIPE).is_file():
         raise MoeZooError(f"demo: {ROOT} has no {RECIPE}; the demo runs from a clone; git clone, then make demo")
     os.chdir(ROOT)
-    began, console, recipe = time.monotonic(), Console(highlight=False), load_recipe(RECIPE, overrides)
+    began, console, recipe = time.monotonic(), Console(highlight=False, soft_wrap=True), load_recipe(RECIPE, overrides)
     run = Path(recipe.log.folder) / recipe.name
     _prepare(recipe, console)
     baselines = ngram_baselines(recipe.data.path, recipe.train.eval_rows)

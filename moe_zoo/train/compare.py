@@ -13,9 +13,7 @@ from moe_zoo.spec.accounting import num_active_parameters, num_parameters, train
 from moe_zoo.spec.errors import MoeZooError
 from moe_zoo.spec.recipe import Recipe
 from moe_zoo.spec.recipe_file import load_recipe
-from moe_zoo.train.plots import Curve, plot_losses, read_curve
-
-SMOOTHING = 0.95  # of the training curves, exponential: a step's batch is noise
+from moe_zoo.train.plots import mean_curve, plot_losses, read_curve
 
 
 class Contender(NamedTuple):
@@ -36,8 +34,11 @@ def compare(paths: Sequence[Path], seeds: int, processes: int, overrides: Sequen
         recipe = load_recipe(path, overrides)
         files = [_train(path, recipe, seed, processes, overrides) for seed in range(seeds)]
         contenders.append(Contender(recipe, files))
-    curves = {c.recipe.name: [_smooth(read_curve(file, "train/loss")) for file in c.files] for c in contenders}
-    dots = {f"{c.recipe.name}, validation": _mean(c, "valid/loss") for c in contenders}
+    curves = {c.recipe.name: [read_curve(file, "train/loss") for file in c.files] for c in contenders}
+    dots = {
+        f"{c.recipe.name}, held out": mean_curve([read_curve(file, "valid/loss") for file in c.files])
+        for c in contenders
+    }
     plot_losses(out, curves, {}, title=f"equal tokens, {seeds} seeds", dots=dots)
     out.with_suffix(".json").write_text(json.dumps([summary(contender) for contender in contenders], indent=1))
     return contenders
@@ -85,16 +86,3 @@ def _train(path: Path, recipe: Recipe, seed: int, processes: int, overrides: Seq
     if code := start_processes(processes, words):
         raise MoeZooError(f"compare: {name} ended with code {code}; its own line is above; run the same command again")
     return Path(recipe.log.folder) / name / "metrics.jsonl"
-
-
-def _smooth(curve: Curve) -> Curve:
-    smoothed, weight, total = [], 0.0, 0.0
-    for value in curve.values:
-        total, weight = SMOOTHING * total + value, SMOOTHING * weight + 1
-        smoothed.append(total / weight)
-    return Curve(curve.steps, smoothed)
-
-
-def _mean(contender: Contender, name: str) -> Curve:
-    found = [read_curve(file, name) for file in contender.files]
-    return Curve(found[0].steps, [statistics.mean(values) for values in zip(*(c.values for c in found), strict=True)])

@@ -25,15 +25,15 @@ def read_curve(metrics_file: Path, name: str) -> Curve:
 def plot_losses(
     out: Path, curves: Mapping[str, list[Curve]], levels: Mapping[str, float], title: str, dots: Mapping[str, Curve]
 ) -> Path:
-    """Draw groups of curves (one colour a group, its mean bold), horizontal ``levels`` and dotted validation."""
+    """Draw groups of curves (one colour a group, its smoothed mean bold), horizontal ``levels`` and ``dots``."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
     for color, (label, group) in zip(COLORS, curves.items(), strict=False):
-        for curve in group if len(group) > 1 else []:
-            axes.plot(*curve, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(*_mean(group), color=color, linewidth=1.8, label=label)
+        for curve in group:
+            axes.plot(*curve, color=color, alpha=0.15, linewidth=0.6)
+        axes.plot(*smoothed(mean_curve(group)), color=color, linewidth=1.8, label=label)
     for color, (label, curve) in zip(COLORS[1:], dots.items(), strict=False):
         axes.plot(*curve, color=color, marker="o", markersize=4, label=label)
     for name, level in levels.items():
@@ -49,5 +49,15 @@ def plot_losses(
     return out
 
 
-def _mean(group: list[Curve]) -> Curve:
+def mean_curve(group: list[Curve]) -> Curve:
+    """The mean over seeds, step by step."""
     return Curve(group[0].steps, [sum(values) / len(group) for values in zip(*(c.values for c in group), strict=True)])
+
+
+def smoothed(curve: Curve, decay: float = 0.95) -> Curve:
+    """Exponential average, exact from the first step on: the loss of one batch is noise."""
+    out, weight, total = [], 0.0, 0.0
+    for value in curve.values:
+        total, weight = decay * total + value, decay * weight + 1
+        out.append(total / weight)
+    return Curve(curve.steps, out)
