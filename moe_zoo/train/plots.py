@@ -34,7 +34,8 @@ def plot_losses(
         for curve in group:
             axes.plot(*curve, color=color, alpha=0.15, linewidth=0.6)
         axes.plot(*smoothed(mean_curve(group)), color=color, linewidth=1.8, label=label)
-    for color, (label, curve) in zip(COLORS[1:], dots.items(), strict=False):
+    own_colors = COLORS if len(curves) > 1 else COLORS[1:]
+    for color, (label, curve) in zip(own_colors, dots.items(), strict=False):
         axes.plot(*curve, color=color, marker="o", markersize=4, label=label)
     for name, level in levels.items():
         axes.axhline(level, color="#777777", linestyle="--", linewidth=1)

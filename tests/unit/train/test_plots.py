@@ -2,7 +2,7 @@
 
 import json
 
-from moe_zoo.train.plots import Curve, _mean, plot_losses, read_curve
+from moe_zoo.train.plots import Curve, mean_curve, plot_losses, read_curve, smoothed
 
 
 def test_a_curve_holds_the_steps_at_which_its_name_was_logged(tmp_path):
@@ -19,7 +19,12 @@ def test_a_curve_holds_the_steps_at_which_its_name_was_logged(tmp_path):
 
 
 def test_the_mean_of_seeds_is_taken_step_by_step():
-    assert _mean([Curve([1, 2], [1.0, 4.0]), Curve([1, 2], [3.0, 2.0])]) == Curve([1, 2], [2.0, 3.0])
+    assert mean_curve([Curve([1, 2], [1.0, 4.0]), Curve([1, 2], [3.0, 2.0])]) == Curve([1, 2], [2.0, 3.0])
+
+
+def test_smoothing_begins_at_the_first_value_and_follows_a_step():
+    curve = smoothed(Curve([1, 2, 3], [4.0, 4.0, 1.0]), decay=0.5)
+    assert curve.steps == [1, 2, 3] and curve.values[:2] == [4.0, 4.0] and curve.values[2] == (1 + 2 + 1) / 1.75
 
 
 def test_a_plot_is_a_png_in_a_folder_that_need_not_exist(tmp_path):

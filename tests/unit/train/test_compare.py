@@ -1,0 +1,38 @@
+"""A comparison is arithmetic on metrics files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_zoo.spec.accounting import training_flops_per_token
+from moe_zoo.spec.recipe_file import load_recipe
+from moe_zoo.train.compare import Contender, summary
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def contender(tmp_path):
+    files = []
+    for seed, loss in enumerate((3.0, 3.2, 3.4)):
+        file = tmp_path / f"{seed}.jsonl"
+        rows = [{"step": 1, "train/tokens_per_s": 10.0}, {"step": 2, "train/tokens_per_s": 30.0, "valid/loss": loss}]
+        rows[1]["valid/bits_per_byte"] = loss / 2
+        file.write_text("\n".join(map(json.dumps, rows)))
+        files.append(file)
+    return Contender(load_recipe(ROOT / "recipes/tiny/switch_vs_dense.yaml"), files)
+
+
+def test_a_summary_holds_mean_and_deviation_over_seeds(contender):
+    row = summary(contender)
+    assert row["valid_loss"] == pytest.approx(3.2) and row["valid_loss_stdev"] == pytest.approx(0.2)
+    assert row["bits_per_byte"] == pytest.approx(1.6) and row["tokens_per_s"] == 20.0
+    assert row["tokens"] == 800 * 16 * 256
+
+
+def test_the_dense_twin_costs_the_same_flops_per_token():
+    sparse, dense = (load_recipe(ROOT / f"recipes/tiny/{name}.yaml") for name in ("switch_vs_dense", "dense_twin"))
+    flops = [training_flops_per_token(recipe.model, recipe.data.seq_len) for recipe in (sparse, dense)]
+    assert 1.0 <= flops[0] / flops[1] < 1.005  # the router
+    assert (sparse.train, sparse.optim, sparse.data) == (dense.train, dense.optim, dense.data)
