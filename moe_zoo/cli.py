@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from data_pipelines.errors import DataError
-from moe_zoo.comm.launch import check_world, destroy, read_world
+from moe_zoo.comm.launch import check_world, destroy, leave, read_world
 from moe_zoo.comm.processes import die_with_launcher, start_processes, tune_allocator
 from moe_zoo.spec.errors import MoeZooError, PlanError
 from moe_zoo.spec.layout import resolve_layout
@@ -39,11 +39,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     try:
         app(None if argv is None else list(argv), prog_name="moe-zoo")
+    except SystemExit as end:  # how typer returns
+        code = end.code
     except (MoeZooError, DataError) as error:
         _report(error)
         code = 2
     finally:
-        destroy()
+        was_rank = destroy()
+    if was_rank:
+        leave(code)
     sys.exit(code)
 
 

@@ -3,12 +3,13 @@
 ``World`` and its checks import no torch, so that a refused launch costs nothing; the process group does.
 """
 
+import logging
 import os
 import shlex
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from moe_zoo.comm.ancestors import processes_asked_of_accelerate
 from moe_zoo.spec.errors import PlanError
@@ -98,11 +99,25 @@ def init_process_group(world: World, timeout_s: float = 1800.0) -> "torch.device
     return device
 
 
-def destroy() -> None:
-    """Leave the world. A process that ends without this is killed by its own communication threads."""
+def destroy() -> bool:
+    """Leave the world, and say whether there was one."""
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return False
+    dist.destroy_process_group()
+    return True
+
+
+def leave(code: int | str | None) -> NoReturn:
+    """End a rank at once, its output written.
+
+    A group that something still refers to keeps its threads beyond ``destroy``; an interpreter that shuts down under
+    them aborts now and then ("terminate called without an active exception"), after all work was done.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _launcher() -> Launcher:
