@@ -16,9 +16,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a file, with ``train.steps=50`` and the like put over it.
 
     ``extends: parent.yaml`` is relative to the file. A section is merged key by key, a list is replaced, and naming
-    a preset starts the model anew. Raises ``RecipeError``, one line that begins with the file.
+    a preset starts the model anew. ``train.steps`` below the schedule's warmup and decay shortens these in proportion.
+    Raises ``RecipeError``, one line that begins with the file.
     """
-    values = _over(_read(Path(path), ()), _parse_overrides(overrides))
+    written, over = _read(Path(path), ()), _parse_overrides(overrides)
+    values = _over(_shorten_schedule(written, over), over)
     try:
         return Recipe.from_dict({key: _resolve_model(v) if key == "model" else v for key, v in values.items()})
     except RecipeError as error:
@@ -90,6 +92,25 @@ def _parse_value(override: str, text: str) -> Any:
         return parse_yaml(text)
     except RecipeError as error:
         raise RecipeError(f"command line: {override!r}; {error}") from None
+
+
+def _shorten_schedule(written: Values, over: Values) -> Values:
+    """Make ``train.steps=5`` enough for a short look at a long recipe: what it says of the schedule keeps its shape."""
+    before, after = (_number(values, "train", "steps") for values in (written, over))
+    warmup, decay = (_number(written, "optim", key) for key in ("warmup_steps", "decay_steps"))
+    asked = over.get("optim")
+    is_asked = isinstance(asked, dict) and not asked.keys().isdisjoint(("warmup_steps", "decay_steps"))
+    if is_asked or not 0 < after < before or (warmup < after and warmup + decay <= after):
+        return written
+    shorter = {"warmup_steps": after * warmup // before, "decay_steps": max(min(decay, 1), after * decay // before)}
+    return _merge(written, {"optim": shorter})
+
+
+def _number(values: Values, section: str, key: str) -> int:
+    """A whole number of values that nobody has checked yet; 0 where there is none."""
+    group = values.get(section)
+    number = group.get(key) if isinstance(group, dict) else None
+    return number if type(number) is int else 0
 
 
 def _origin(error: str, path: str | Path, overrides: Sequence[str]) -> str:

@@ -145,7 +145,7 @@ def test_a_bad_override_is_refused_in_one_line(base, override, text):
         (["model.d_model=-1"], "model d_model: -1; must be positive; raise it"),
         (["optim.schedule=wsd"], "optim.decay_steps: 0; schedule wsd ends in a decay; try 20"),
         (["train.micro_batches=3"], "train.global_batch: 8; must be a multiple of train.micro_batches = 3; try 9"),
-        (["train.steps=5"], "optim.warmup_steps: 5; must be below train.steps = 5; try 0"),
+        (["train.steps=5", "optim.warmup_steps=5"], "optim.warmup_steps: 5; must be below train.steps = 5; try 0"),
         (
             ["optim.schedule=wsd", "optim.decay_steps=96"],
             "optim.decay_steps: 96; with warmup_steps = 5 it must fit in train.steps = 100; try 95",
@@ -164,6 +164,29 @@ def test_a_bad_override_is_refused_in_one_line(base, override, text):
 )
 def test_sections_that_disagree_are_refused_in_one_line(base, overrides, text):
     assert refusal(base, *overrides).split(": ", 1)[1] == text
+
+
+WSD = ["optim.schedule=wsd", "optim.decay_steps=20"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "decay"), [(100, 5, 20), (25, 5, 20), (24, 1, 4), (10, 0, 2), (1, 0, 1), (1000, 5, 20)]
+)
+def test_a_run_shortened_on_the_command_line_keeps_the_shape_of_its_schedule(base, tmp_path, steps, warmup, decay):
+    long = write(tmp_path / "long.yaml", load_recipe(base, WSD).to_yaml())
+    optim = load_recipe(long, [f"train.steps={steps}"]).optim
+    assert (optim.warmup_steps, optim.decay_steps) == (warmup, decay)
+
+
+def test_a_warmup_too_long_for_a_shorter_run_is_shortened_without_a_decay_too(base):
+    assert load_recipe(base, ["train.steps=4"]).optim.warmup_steps == 0
+    assert load_recipe(base, ["train.steps=6"]).optim.warmup_steps == 5
+
+
+def test_numbers_of_the_schedule_that_were_asked_for_are_not_changed(base, tmp_path):
+    long = write(tmp_path / "long.yaml", load_recipe(base, WSD).to_yaml())
+    told = refusal(long, "train.steps=10", "optim.decay_steps=20")
+    assert told.endswith("optim.decay_steps: 20; with warmup_steps = 5 it must fit in train.steps = 10; try 5")
 
 
 @pytest.mark.parametrize(
