@@ -99,7 +99,7 @@ def demo(overrides: Overrides = None) -> None:
     run_demo(overrides or ())
 
 
-@app.command(epilog="Example: moe-zoo compare recipes/tiny/switch_lm.yaml recipes/tiny/dense_twin.yaml --seeds 3")
+@app.command(epilog="Example: moe-zoo compare recipes/tiny/switch_vs_dense.yaml recipes/tiny/dense_twin.yaml --seeds 3")
 def compare(
     recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE...", help="Two or more, on the same data.")],
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe.")] = 3,

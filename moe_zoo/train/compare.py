@@ -29,9 +29,10 @@ class Contender(NamedTuple):
 
 def compare(paths: Sequence[Path], seeds: int, processes: int, overrides: Sequence[str], out: Path) -> list[Contender]:
     """Train each recipe with seeds 0, 1, ... (what is trained already is not trained again) and plot to ``out``."""
+    recipes = [load_recipe(path, overrides) for path in paths]
+    check_same_tokens(recipes)
     contenders = []
-    for path in paths:
-        recipe = load_recipe(path, overrides)
+    for path, recipe in zip(paths, recipes, strict=True):
         files = [_train(path, recipe, seed, processes, overrides) for seed in range(seeds)]
         contenders.append(Contender(recipe, files))
     curves = {c.recipe.name: [read_curve(file, "train/loss") for file in c.files] for c in contenders}
@@ -44,6 +45,23 @@ def compare(paths: Sequence[Path], seeds: int, processes: int, overrides: Sequen
     return contenders
 
 
+def check_same_tokens(recipes: Sequence[Recipe]) -> None:
+    """Refuse to put losses side by side that were reached on different amounts of text."""
+    first = recipes[0]
+    for other in recipes[1:]:
+        if num_tokens(other) != num_tokens(first) or other.data.path != first.data.path:
+            raise MoeZooError(
+                f"compare: {other.name} reads {num_tokens(other):,} tokens of {other.data.path}, {first.name} "
+                f"{num_tokens(first):,} of {first.data.path}; losses are compared at equal tokens; let one extend the "
+                f"other"
+            )
+
+
+def num_tokens(recipe: Recipe) -> int:
+    """Tokens that the whole run reads."""
+    return recipe.train.steps * recipe.train.global_batch * recipe.data.seq_len
+
+
 def summary(contender: Contender) -> dict[str, Any]:
     """The numbers of one line of the table."""
     recipe, losses = contender.recipe, contender.final("valid/loss")
@@ -53,7 +71,7 @@ def summary(contender: Contender) -> dict[str, Any]:
         "parameters": num_parameters(recipe.model),
         "active_parameters": num_active_parameters(recipe.model),
         "training_flops_per_token": training_flops_per_token(recipe.model, recipe.data.seq_len),
-        "tokens": recipe.train.steps * recipe.train.global_batch * recipe.data.seq_len,
+        "tokens": num_tokens(recipe),
         "valid_loss_per_seed": losses,
         "valid_loss": statistics.mean(losses),
         "valid_loss_stdev": statistics.stdev(losses) if len(losses) > 1 else 0.0,

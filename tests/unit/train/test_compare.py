@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from moe_zoo.spec.accounting import training_flops_per_token
+from moe_zoo.spec.errors import MoeZooError
 from moe_zoo.spec.recipe_file import load_recipe
-from moe_zoo.train.compare import Contender, summary
+from moe_zoo.train.compare import Contender, check_same_tokens, summary
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,6 +30,17 @@ def test_a_summary_holds_mean_and_deviation_over_seeds(contender):
     assert row["valid_loss"] == pytest.approx(3.2) and row["valid_loss_stdev"] == pytest.approx(0.2)
     assert row["bits_per_byte"] == pytest.approx(1.6) and row["tokens_per_s"] == 20.0
     assert row["tokens"] == 800 * 16 * 256
+
+
+def test_recipes_that_read_different_amounts_of_text_are_not_compared():
+    switch, other = (load_recipe(ROOT / f"recipes/tiny/{name}.yaml") for name in ("switch_vs_dense", "switch_lm"))
+    check_same_tokens([switch, switch])
+    with pytest.raises(MoeZooError) as caught:
+        check_same_tokens([switch, other])
+    assert str(caught.value) == (
+        "compare: switch-lm-tiny reads 1,433,600 tokens of data/stdlib-1k, switch 3,276,800 of data/stdlib-1k; losses "
+        "are compared at equal tokens; let one extend the other"
+    )
 
 
 def test_the_dense_twin_costs_the_same_flops_per_token():
