@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from moe_zoo.comm.agree import first_rank_decides
 from moe_zoo.engines import Engine
 from moe_zoo.spec.errors import CheckpointError
 from moe_zoo.train.checkpoint.format import (
@@ -32,38 +35,58 @@ def save_checkpoint(
 ) -> Path:
     """Write ``root/step-<step>`` from every rank and drop all but the newest ``keep``. Collective.
 
-    ``stream`` says where the data stood: path, fingerprint and position.
+    ``stream`` says where the data stood: path, fingerprint and position. A folder of that step can only be one that was
+    torn or found damaged, and is written anew.
     """
     folder, rank = root / folder_name(step), dist.get_rank()
-    if rank == 0 and folder.exists() and not (folder / MANIFEST).exists():
-        shutil.rmtree(folder)  # torn by an earlier crash
-    dist.barrier()
-    if (folder / MANIFEST).exists():
-        return folder
+    first_rank_decides(lambda: _remove(folder))
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, _attempt(folder, engine, rank))
-    if failures := [text for text, _ in answers if text]:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise CheckpointError(failures[0])
-    if rank == 0:
+    failure = next((error for error, _ in answers if error), None)
+
+    def commit() -> None:
         manifest = {"format": FORMAT, "step": step, "stream": stream, "recipe": engine.recipe.to_dict()}
         manifest["tables"] = [table for _, table in answers]
-        write_durably(folder / MANIFEST, json.dumps(manifest | {"sha256": digest(manifest)}, indent=1))
-        _drop_old(root, keep)
-    dist.barrier()
+        try:
+            if failure:
+                raise failure
+            with _disk_trouble_told(folder):
+                write_durably(folder / MANIFEST, json.dumps(manifest | {"sha256": digest(manifest)}, indent=1))
+        except CheckpointError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        with _disk_trouble_told(folder):
+            _drop_old(root, keep, step)
+
+    first_rank_decides(commit)
     return folder
 
 
-def _attempt(folder: Path, engine: Engine, rank: int) -> tuple[str | None, dict[str, str] | None]:
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        with _disk_trouble_told(folder):
+            (folder / MANIFEST).unlink(missing_ok=True)  # first: a crash half-way leaves no checkpoint, not a torn one
+            shutil.rmtree(folder)
+
+
+def _attempt(folder: Path, engine: Engine, rank: int) -> tuple[CheckpointError | None, dict[str, str] | None]:
     try:
-        return None, _write_rank(folder, engine, rank)
+        with _disk_trouble_told(folder):
+            return None, _write_rank(folder, engine, rank)
+    except CheckpointError as error:
+        return error, None
+
+
+@contextmanager
+def _disk_trouble_told(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         free = shutil.disk_usage(next(parent for parent in folder.parents if parent.exists())).free
-        return (
+        raise CheckpointError(
             f"checkpoint {folder}: {error.strerror or error}; {free >> 20} MiB are free; earlier checkpoints are "
             f"whole: free some space or lower checkpoint.keep, and start again to resume"
-        ), None
+        ) from None
 
 
 def _write_rank(folder: Path, engine: Engine, rank: int) -> dict[str, str]:
@@ -90,10 +113,10 @@ def _chunks(engine: Engine, rank: int) -> list[tuple[str, str, int, Tensor]]:
     return chunks
 
 
-def _drop_old(root: Path, keep: int | None) -> None:
+def _drop_old(root: Path, keep: int | None, step: int) -> None:
+    """Of the checkpoints up to ``step``: a later one was found damaged, and must not crowd out a whole one."""
     if keep is None:
         return
-    whole = [folder for folder in root.iterdir() if step_of(folder) is not None and (folder / MANIFEST).exists()]
-    for folder in sorted(whole, key=step_of)[:-keep]:
-        (folder / MANIFEST).unlink()  # first: a crash half-way leaves no checkpoint rather than a torn one
-        shutil.rmtree(folder)
+    steps = {folder: step_of(folder) for folder in root.iterdir() if (folder / MANIFEST).exists()}
+    for folder in sorted((f for f, s in steps.items() if s is not None and s <= step), key=steps.get)[:-keep]:
+        _remove(folder)

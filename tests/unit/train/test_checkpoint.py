@@ -1,5 +1,6 @@
 """A checkpoint by hand: what is read across chunks, and what is told of each way to damage it."""
 
+import errno
 import json
 import re
 import shutil
@@ -14,7 +15,7 @@ from moe_zoo.engines import make_engine
 from moe_zoo.parallel.build import build_model
 from moe_zoo.spec.errors import CheckpointError
 from moe_zoo.spec.recipe import Recipe
-from moe_zoo.train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from moe_zoo.train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint, writer
 from moe_zoo.train.checkpoint.format import FORMAT, MANIFEST, data_file, digest, folder_name
 from moe_zoo.train.export import export_checkpoint
 
@@ -195,17 +196,43 @@ def test_what_an_engine_saves_is_all_of_its_state_and_nothing_else_is_left(engin
     assert sorted(path.name for path in saved.folder.iterdir()) == [MANIFEST, "rank-00000.bin", "rank-00000.json"]
 
 
-def test_a_torn_folder_is_written_anew_a_whole_one_is_left_and_the_oldest_go(engine, tmp_path):
+def test_a_folder_of_the_step_is_written_anew_and_the_oldest_go(engine, tmp_path):
     (tmp_path / folder_name(2)).mkdir()
     (tmp_path / folder_name(2) / "rank-00009.bin").write_bytes(b"torn")
     first = save_checkpoint(tmp_path, engine, step=2, keep=2)
     assert not (first / "rank-00009.bin").exists()
-    written = (first / MANIFEST).stat().st_mtime_ns
-    assert save_checkpoint(tmp_path, engine, step=2) == first and (first / MANIFEST).stat().st_mtime_ns == written
     save_checkpoint(tmp_path, engine, step=99_999_999, keep=2)
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "step-99999999"}
     save_checkpoint(tmp_path, engine, step=100_000_000, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-100000000"]
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(engine, tmp_path):
+    data = save_checkpoint(tmp_path, engine, step=2) / "rank-00000.bin"
+    data.write_bytes(data.read_bytes()[:-1])
+    Checkpoint(save_checkpoint(tmp_path, engine, step=2)).verify()
+
+
+def test_a_damaged_later_checkpoint_does_not_crowd_out_the_one_just_saved(engine, tmp_path):
+    save_checkpoint(tmp_path, engine, step=2)
+    data = save_checkpoint(tmp_path, engine, step=9) / "rank-00000.bin"
+    data.write_bytes(data.read_bytes()[:-1])
+    save_checkpoint(tmp_path, engine, step=3, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000009"]
+    assert latest_checkpoint(tmp_path).step == 3
+
+
+def test_a_manifest_that_cannot_be_written_is_one_line_and_leaves_no_folder(engine, tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    first = save_checkpoint(tmp_path, engine, step=2)
+    table = "rank-00000.json"
+    monkeypatch.setattr(writer, "write_durably", lambda path, text: path.name == table or full(path, text))
+    assert refusal(lambda: save_checkpoint(tmp_path, engine, step=3)).startswith(
+        f"checkpoint {tmp_path}/step-00000003: No space left on device; "
+    )
+    assert list(tmp_path.iterdir()) == [first]
 
 
 def test_an_explicit_checkpoint_is_exported_not_the_newest(engine, tmp_path):
