@@ -3,6 +3,7 @@
 runs/<name>/recipe.yaml  metrics.jsonl  checkpoints/step-00000050/  model/
 """
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,8 +27,9 @@ class RunFolder:
         self.logs: list[MetricsFile | WandbRun] = []
 
     def find_checkpoint(self) -> Checkpoint | None:
-        """The one to resume from, if there is one and the recipe wants it."""
+        """The one to resume from, if there is one and the recipe wants it. Collective."""
         if not self.recipe.checkpoint.resume:
+            first_rank_decides(self._set_aside)
             return None
 
         def newest() -> Path | None:  # one rank reads everything once, all others believe it
@@ -73,6 +75,16 @@ class RunFolder:
         with self._usable():
             for log in self.logs:
                 log.write(step, metrics)
+
+    def _set_aside(self) -> None:
+        """Nothing is overwritten by a run that starts anew: the earlier one gets a number, ``run.1`` and so on."""
+        if not any((self.path / "checkpoints").glob("step-*")):
+            return
+        names = (self.path.with_name(f"{self.path.name}.{number}") for number in itertools.count(1))
+        aside = next(path for path in names if not path.exists())
+        with self._usable():
+            self.path.rename(aside)
+        print(f"checkpoint.resume is false: the earlier run stays in {aside}", flush=True)
 
     @contextmanager
     def _usable(self) -> Iterator[None]:

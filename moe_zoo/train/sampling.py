@@ -1,6 +1,7 @@
-"""Text from a model that is spread over ranks: every rank runs the same prompt, so every rank draws the same token."""
+"""Text from a model that is spread over ranks: every rank runs the same prompt, and the first one draws."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_zoo.engines import Engine, MicroBatch
@@ -23,7 +24,11 @@ def sample(
         input_ids = torch.tensor([tokens[-window:]], device=engine.mesh.device)
         logits = engine.forward(MicroBatch(_rows(input_ids))).logits[0, -1, :vocab_size]
         probs = (logits.float().cpu() / temperature).softmax(-1)
-        tokens.append(int(torch.multinomial(probs, 1, generator=generator)))
+        drawn = torch.multinomial(probs, 1, generator=generator).to(engine.mesh.device)
+        # Equal rows at other places of a product differ in their last bits: a rank could draw another token, see the
+        # end earlier, and leave the others waiting.
+        dist.broadcast(drawn, src=0)
+        tokens.append(int(drawn))
         if tokens[-1] == eos_id:
             break
     return tokens[len(prompt) :]

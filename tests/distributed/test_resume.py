@@ -60,6 +60,23 @@ def test_a_damaged_checkpoint_is_named_and_skipped_for_the_last_good_one(run_val
     shutil.rmtree(tmp_path / "again" / "run" / "checkpoints" / "step-00000006")
     assert_same_bits(before, state(Path(on_ranks(values)), 6))
     assert on_ranks(run_values, body=seen_at_start) == "skipped 6, found 3"
+    assert_same_bits(before, state(Path(on_ranks(run_values)), 6))  # the damaged one is replaced on the way
+
+
+def test_a_run_that_starts_anew_keeps_the_earlier_one_beside_it(run_values):
+    folder = Path(on_ranks(run_values))
+    before = state(folder, 6)
+    anew = run_values | {"train": run_values["train"] | {"seed": 1, "steps": 3}}
+    anew["checkpoint"] = run_values["checkpoint"] | {"resume": False}
+    for number in (1, 2):
+        assert Path(on_ranks(anew)) == folder
+        assert (folder.parent / f"run.{number}" / "metrics.jsonl").exists()
+    assert_same_bits(before, state(folder.parent / "run.1", 6))
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+    import moe_zoo
+
+    exported = moe_zoo.load(folder / "model").model.embed.weight
+    assert torch.equal(exported.detach().flatten(), state(folder, 3)["embed.weight", "weight"])
 
 
 def seen_at_start(values: dict) -> str:
