@@ -56,7 +56,15 @@ def train(spec_file: Path) -> None:
 
 
 def _read_spec(spec_file: Path) -> dict:
-    spec = {"heldout_percent": 5, "options": {}} | yaml.safe_load(spec_file.read_text())
+    try:
+        written = yaml.safe_load(spec_file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{spec_file}: {error.strerror}; a tokenizer's folder holds a {SPEC}; check the path") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{spec_file}: {' '.join(str(error).split())}; must be YAML; correct it there") from None
+    if not isinstance(written, dict):
+        raise DataError(f"{spec_file}: {type(written).__name__}; must be a group of keys; begin with 'corpus: ...'")
+    spec = {"heldout_percent": 5, "options": {}} | written
     wrong = sorted(HEADS.symmetric_difference(spec)) + sorted(set(LOSSLESS).intersection(spec["options"]))
     if wrong or spec_file.name != SPEC:
         raise DataError(

@@ -76,11 +76,13 @@ def _train(overrides: Sequence[str], console: Console) -> None:
     console.print(f"$ accelerate launch {' '.join(words)}", markup=False)
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}  # accelerate would set 1
     command = [sys.executable, "-m", "accelerate.commands.launch", *words]
-    done = subprocess.run(command, check=False, env=threads | os.environ)
-    if done.returncode:
-        raise MoeZooError(
-            f"demo: training ended with code {done.returncode}; its own line is above; run make demo again"
-        )
+    with subprocess.Popen(command, env=threads | os.environ) as training:
+        try:
+            code = training.wait()
+        except KeyboardInterrupt:  # the ranks got it too: let them save
+            code = training.wait()
+    if code:
+        raise MoeZooError(f"demo: training ended with code {code}; its own line is above; run make demo again")
 
 
 def _last_validation(run: Path) -> dict[str, float]:

@@ -6,6 +6,8 @@ import torch
 from transformers import AutoTokenizer
 
 from moe_zoo.models.hub import load, without_progress_bars
+from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.spec.presets import preset_names
 
 
 def generate_text(model: str | Path, prompt: str, *, num_tokens: int, temperature: float = 0.8, seed: int = 0) -> str:
@@ -15,9 +17,17 @@ def generate_text(model: str | Path, prompt: str, *, num_tokens: int, temperatur
     """
     inside = Path(model) / "model"
     folder = inside if (inside / "config.json").is_file() else model
+    if str(model) in preset_names():
+        raise CheckpointError(f"generate: {model}; a preset has fresh weights and no tokenizer; give a trained model")
     with without_progress_bars():
         network = load(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"generate: {folder}; text needs a tokenizer beside the model ({reason}); copy its files there"
+        ) from None
     ids = [network.config.bos_token_id, *tokenizer.encode(prompt, add_special_tokens=False)]
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

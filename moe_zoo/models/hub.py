@@ -29,6 +29,8 @@ def load(name: str | Path, *, seed: int = 0, **kwargs: Any) -> MoeZooForCausalLM
             f"load: {name}; a model folder holds a config.json, this one does not; give the folder that "
             f"save_pretrained or moe-zoo export wrote"
         )
+    if not Path(name).exists() and len(Path(name).parts) > 1 and Path(name).parent.is_dir():
+        raise CheckpointError(f"load: {name}; no such folder in {Path(name).parent}; check the path")
     try:
         return MoeZooForCausalLM.from_pretrained(name, **kwargs)
     except OSError as error:

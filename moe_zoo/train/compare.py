@@ -57,6 +57,25 @@ def check_same_tokens(recipes: Sequence[Recipe]) -> None:
             )
 
 
+def check_finished(metrics_file: Path, recipe: Recipe) -> None:
+    """A run that Ctrl-C ended saved itself and ended well, but its loss is not that of the recipe."""
+    steps = read_curve(metrics_file, "train/loss").steps if metrics_file.exists() else []
+    if steps[-1:] != [recipe.train.steps]:
+        raise MoeZooError(
+            f"compare: {metrics_file.parent.name} stands at step {steps[-1] if steps else 0} of {recipe.train.steps}; "
+            f"it was stopped; run the same command again to go on"
+        )
+
+
+def first_difference(ours: Any, theirs: Any, path: str = "") -> str | None:
+    """The first key, in order, whose values differ; None if none does."""
+    if not (isinstance(ours, dict) and isinstance(theirs, dict)):
+        return None if ours == theirs else path
+    keys = sorted(ours.keys() | theirs.keys())
+    found = (first_difference(ours.get(key), theirs.get(key), f"{path}.{key}".lstrip(".")) for key in keys)
+    return next(filter(None, found), None)
+
+
 def num_tokens(recipe: Recipe) -> int:
     """Tokens that the whole run reads."""
     return recipe.train.steps * recipe.train.global_batch * recipe.data.seq_len
@@ -100,7 +119,26 @@ def table(contenders: Sequence[Contender]) -> Table:
 
 def _train(path: Path, recipe: Recipe, seed: int, processes: int, overrides: Sequence[str]) -> Path:
     name = f"{recipe.name}-seed{seed}"
-    words = ["-m", "moe_zoo", "train", str(path), *overrides, f"name={name}", f"train.seed={seed}"]
-    if code := start_processes(processes, words):
+    asked = [*overrides, f"name={name}", f"train.seed={seed}"]
+    folder = Path(recipe.log.folder) / name
+    _check_kept(folder, load_recipe(path, asked))
+    if code := start_processes(processes, ["-m", "moe_zoo", "train", str(path), *asked]):
         raise MoeZooError(f"compare: {name} ended with code {code}; its own line is above; run the same command again")
-    return Path(recipe.log.folder) / name / "metrics.jsonl"
+    check_finished(folder / "metrics.jsonl", recipe)
+    return folder / "metrics.jsonl"
+
+
+def _check_kept(folder: Path, recipe: Recipe) -> None:
+    """A run that is kept counts only if it was asked for the same."""
+    kept = folder / "recipe.yaml"
+    if not kept.exists():
+        return
+    ours, theirs = (
+        {section: values for section, values in r.to_dict().items() if section not in ("log", "checkpoint")}
+        for r in (recipe, load_recipe(kept))
+    )
+    if key := first_difference(ours, theirs):
+        raise MoeZooError(
+            f"compare: {folder}; was trained with another {key}; a comparison takes what is trained already; delete "
+            f"that folder, or set log.folder to another"
+        )

@@ -101,6 +101,8 @@ def test_a_missing_folder_and_a_missing_file_are_named(tokenizer_folder, tmp_pat
     [
         ("corpus: {0}\nvocab: 300\n", r"train.yaml: vocab, vocab_size; a tokenizer spec is"),
         ("corpus: {0}\nvocab_size: 300\noptions: {{bos_id: 5}}\n", r"train.yaml: bos_id; a tokenizer spec is"),
+        ("- 1\n", r"train.yaml: list; must be a group of keys; begin with 'corpus: ...'$"),
+        ("corpus: [\n", r"train.yaml: while parsing .*; must be YAML; correct it there$"),
         ("corpus: {0}\nvocab_size: 99999\n", r"vocab_size: 99999; sentencepiece says .*; change train.yaml"),
     ],
 )
@@ -108,3 +110,11 @@ def test_a_wrong_spec_is_refused(tokenizer_folder, tmp_path, body, text):
     (tmp_path / "train.yaml").write_text(body.format(tokenizer_folder / "texts"))
     with pytest.raises(DataError, match=text):
         train_tokenizer(tmp_path / "train.yaml")
+
+
+def test_a_spec_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(DataError) as error:
+        train_tokenizer(tmp_path / "train.yaml")
+    assert str(error.value) == (
+        f"{tmp_path}/train.yaml: No such file or directory; a tokenizer's folder holds a train.yaml; check the path"
+    )

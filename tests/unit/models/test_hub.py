@@ -7,9 +7,13 @@ import sys
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moe_zoo
+from moe_zoo.models.generation import generate_text
+from moe_zoo.models.hub import from_architecture
+from moe_zoo.models.init import initialize
 from moe_zoo.models.remote_code import bundle
 from moe_zoo.spec.errors import CheckpointError
 
@@ -109,6 +113,36 @@ def test_a_folder_without_a_model_is_one_clear_line(tmp_path):
         CheckpointError, match=r"^load: .*; a model folder holds a config.json, this one does not; give"
     ):
         moe_zoo.load(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_one_line_and_no_hub_is_asked(tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        moe_zoo.load(tmp_path / "gone")
+    assert str(caught.value) == f"load: {tmp_path}/gone; no such folder in {tmp_path}; check the path"
+
+
+def test_text_from_a_preset_or_without_a_tokenizer_is_refused_in_one_line(saved):
+    with pytest.raises(CheckpointError) as caught:
+        generate_text("switch-lm-test", "a", num_tokens=1)
+    assert str(caught.value) == (
+        "generate: switch-lm-test; a preset has fresh weights and no tokenizer; give a trained model"
+    )
+    with pytest.raises(CheckpointError) as caught:
+        generate_text(saved[1], "a", num_tokens=1)
+    assert str(caught.value).startswith(f"generate: {saved[1]}; text needs a tokenizer beside the model (")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tied_model_is_saved_with_one_matrix_and_stays_tied(tmp_path):
+    values = moe_zoo.load_preset("switch-lm-test").to_dict() | {"tie_embeddings": True}
+    model = from_architecture(moe_zoo.Architecture.from_dict(values))
+    initialize(model.model, seed=2)
+    model.eval().save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert {"model.embed.weight", "model.head.weight"} & set(file.keys()) == {"model.embed.weight"}
+    again = moe_zoo.load(tmp_path)
+    assert again.model.head.weight is again.model.embed.weight
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
 def test_another_model_s_keys_are_an_error(saved, tmp_path):
