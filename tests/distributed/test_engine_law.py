@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines import MicroBatch, make_engine
+from moe_zoo.layers.router import TopKRouter
 from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.models.init import initialize
 from moe_zoo.ops import reference
@@ -70,12 +71,16 @@ def starve_experts(weight: torch.Tensor) -> None:
     weight[1], weight[3], weight[4:] = -weight[0], -weight[2], 0.0
 
 
+def routers(model: SparseDecoder) -> list[TopKRouter]:
+    return [module for module in model.modules() if isinstance(module, TopKRouter)]
+
+
 def oracle(recipe: Recipe) -> list[dict]:
     """One process, whole model, whole batch, textbook losses."""
     model = initialize(materialized(recipe), SEED)
     with torch.no_grad():
-        for layer in model.layers:
-            starve_experts(layer.feed_forward.router.weight)
+        for router in routers(model):
+            starve_experts(router.weight)
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim == 1]
     spec = recipe.optim
@@ -83,7 +88,7 @@ def oracle(recipe: Recipe) -> list[dict]:
     optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
     records = []
     for step, tokens in enumerate(batches(recipe)):
-        loss, balance, counts = textbook_loss(recipe, model, tokens, seeds(step, len(tokens)))
+        loss, balance, counts, seen = textbook_loss(recipe, model, tokens, seeds(step, len(tokens)))
         optimizer.zero_grad()
         loss.backward()
         grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -92,7 +97,7 @@ def oracle(recipe: Recipe) -> list[dict]:
         move_bias(recipe, model, counts)
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         records.append({"balance": balance, "norm": norm.item(), "grads": grads, "weights": weights, "counts": counts})
-        records[-1]["loss"] = loss.item()
+        records[-1] |= {"loss": loss.item()} | seen
     return records
 
 
@@ -101,7 +106,7 @@ def materialized(recipe: Recipe) -> SparseDecoder:
 
 
 def textbook_loss(recipe: Recipe, model: SparseDecoder, tokens: torch.Tensor, row_seeds: torch.Tensor):
-    probs, chosen, logits_z, hooks = [], [], [], []
+    probs, chosen, logits_z, hooks, dropped = [], [], [], [], []
 
     def look(router, inputs, routing):
         hidden, seeds = inputs
@@ -116,29 +121,33 @@ def textbook_loss(recipe: Recipe, model: SparseDecoder, tokens: torch.Tensor, ro
         probs.append(scores / scores.sum(-1, keepdim=True))
         chosen.append((scores + bias).topk(router.top_k).indices)
         logits_z.append(logits.logsumexp(-1).square().mean())
+        dropped.append((routing.experts_TK == router.num_experts).double().mean())
 
-    for layer in model.layers:
-        hooks.append(layer.feed_forward.router.register_forward_hook(look))
+    for router in routers(model):
+        hooks.append(router.register_forward_hook(look))
     rows = unpack_rows(tokens, BOS)
     logits = model(rows.input_ids, rows.positions, rows.mask, row_seeds).logits
     for hook in hooks:
         hook.remove()
     token = F.cross_entropy(logits.flatten(0, 1), rows.targets.flatten(), ignore_index=-100)
+    if not probs:
+        return token, 0.0, None, {}
     scope, train = recipe.balance.scope, recipe.train
     pools = {"sequence": train.global_batch, "micro_batch": train.micro_batches, "global_batch": 1}[scope]
     balance = reference.balance_loss(torch.stack(probs), torch.stack(chosen), pools)
     counts = torch.stack([torch.bincount(c.flatten(), minlength=recipe.model.num_experts) for c in chosen])
     aux = recipe.balance.aux_coefficient if recipe.balance.method == "aux_loss" else 0.0
     z = torch.stack(logits_z).mean()
-    return token + aux * balance + recipe.balance.z_coefficient * z, balance.item(), counts
+    entropy = [-(p * p.log()).sum(-1).mean().double().detach() for p in probs]
+    seen = {"entropy": torch.stack(entropy), "dropped": torch.stack(dropped)}
+    return token + aux * balance + recipe.balance.z_coefficient * z, balance.item(), counts, seen
 
 
 def move_bias(recipe: Recipe, model: SparseDecoder, counts: torch.Tensor) -> None:
     if recipe.balance.method != "bias":
         return
-    for layer, count in zip(model.layers, counts.float(), strict=True):
-        push = recipe.balance.bias_update_rate * (count.mean() - count).sign()
-        layer.feed_forward.router.selection_bias += push
+    for router, count in zip(routers(model), counts.float(), strict=True):
+        router.selection_bias += recipe.balance.bias_update_rate * (count.mean() - count).sign()
 
 
 def many_ranks(recipe: Recipe, truth: list[dict]) -> None:
@@ -147,8 +156,8 @@ def many_ranks(recipe: Recipe, truth: list[dict]) -> None:
     mesh = Mesh(resolve_layout(recipe, world, world), torch.device("cpu"))
     placed = build_model(recipe.model, mesh, SEED)
     with torch.no_grad():
-        for layer in placed.module.layers:
-            starve_experts(layer.feed_forward.router.weight)
+        for router in routers(placed.module):
+            starve_experts(router.weight)
     engine = make_engine(placed, mesh, recipe)
     for step, (tokens, true) in enumerate(zip(batches(recipe), truth, strict=True)):
         scale, parts, stats = engine.backward(own_part(recipe, mesh, tokens, seeds(step, len(tokens))))
@@ -159,7 +168,11 @@ def many_ranks(recipe: Recipe, truth: list[dict]) -> None:
         assert abs(total - true["loss"]) < TOLERANCE, (total, true["loss"])
         assert abs(summary.balance - true["balance"]) < TOLERANCE, (summary.balance, true["balance"])
         assert abs(summary.grad_norm - true["norm"]) < TOLERANCE, (summary.grad_norm, true["norm"])
-        assert torch.equal(summary.counts_LE.long(), true["counts"])
+        assert (summary.counts_LE is None) == (true["counts"] is None)
+        if true["counts"] is not None:
+            assert torch.equal(summary.counts_LE.long(), true["counts"])
+            torch.testing.assert_close(summary.entropy_L, true["entropy"], rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(summary.dropped_L, true["dropped"], rtol=0, atol=TOLERANCE)
         compare(engine, engine.weight, true["weights"], "weight")
 
 
@@ -210,7 +223,7 @@ def test_ranks_whose_experts_get_no_token_do_not_hang(engine):
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_the_middle_zero_stages_too(zero_stage):
-    check(make_recipe(parallel__engine="deepspeed", parallel__zero_stage=zero_stage, parallel__ep=2), world_size=2)
+    check(make_recipe(parallel__engine="deepspeed", parallel__zero_stage=zero_stage, parallel__ep=2), world_size=4)
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
@@ -250,5 +263,19 @@ def test_switch_with_capacity_drops_the_same_tokens_in_every_layout(engine):
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 def test_tied_embeddings_and_a_dense_layer(engine):
-    recipe = make_recipe(parallel__engine=engine, model__tie_embeddings=True, model__norm="layernorm")
+    recipe = make_recipe(
+        parallel__engine=engine, model__tie_embeddings=True, model__norm="layernorm", model__moe__first_layer=1
+    )
+    assert recipe.model.sparse_layers == [1]
     check(recipe, world_size=2)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("scope", ["micro_batch", "global_batch"])
+def test_a_model_without_experts_takes_the_same_steps(engine, scope):
+    check(make_recipe(parallel__engine=engine, model__moe=None, balance__scope=scope), world_size=2, starved=False)
+
+
+@pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
+def test_one_rank_alone_takes_them_too(engine, zero_stage):
+    check(make_recipe(parallel__engine=engine, parallel__zero_stage=zero_stage), world_size=1)
