@@ -1,4 +1,4 @@
-"""From the data stream to micro-batches on the device. The only file of the library that reads data_pipelines."""
+"""From the data stream to micro-batches on the device. The only file that reads batches of data_pipelines."""
 
 import math
 from collections.abc import Iterator
