@@ -27,14 +27,14 @@ def on_ranks(values: dict, world_size: int = 2, body=run) -> str:
     return run_distributed(body, values, world_size=world_size)[0]
 
 
-def moved(values: dict, tmp_path: Path, keep_step: int) -> dict:
+def moved(values: dict, tmp_path: Path, keep_step: int, to: str = "again") -> dict:
     """The same run in another folder, as if it had been stopped after ``keep_step``."""
-    source, target = tmp_path / "runs" / "run", tmp_path / "again" / "run"
+    source, target = tmp_path / "runs" / "run", tmp_path / to / "run"
     shutil.copytree(source, target)
     for folder in (target / "checkpoints").iterdir():
         if folder.name != f"step-{keep_step:08d}":
             shutil.rmtree(folder)
-    return values | {"log": values["log"] | {"folder": str(tmp_path / "again")}}
+    return values | {"log": values["log"] | {"folder": str(tmp_path / to)}}
 
 
 def state(folder: Path, step: int) -> State:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moe_zoo.comm.collectives import sum_over
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.objective import LossParts, Objective, StepScale, token_loss_sum
+from moe_zoo.engines.pipeline import Pipeline
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.layers.router import RouterStats
 from moe_zoo.models.decoder import DecoderOutput
@@ -68,11 +69,13 @@ class Engine(abc.ABC):
         self.module, self.placements = placed
         self.mesh, self.recipe = mesh, recipe
         self.objective = Objective(recipe, mesh.stage_group)
-        self.named = dict(self.module.named_parameters())
+        self.named = self.module.global_names(self.module.named_parameters())
         self.routers = [layer.router for layer in self.module.modules() if isinstance(layer, MoELayer)]
+        self.own_layers = [recipe.model.sparse_layers.index(router.layer) for router in self.routers]
+        self.pipeline: Pipeline | None = None
 
     def step(self, batch: list[MicroBatch], lr: float) -> StepStats:
-        """One optimizer step over the global batch, of which ``batch`` is this rank's part."""
+        """One optimizer step over the global batch, of which ``batch`` is the part of this rank's rows."""
         scale, parts, stats = self.backward(batch)
         return self._summary(scale, parts, stats, self.update(lr))
 
@@ -80,6 +83,9 @@ class Engine(abc.ABC):
         """Gradients of the whole step, summed over micro-batches and replicas, and what was seen on the way."""
         self.module.train()
         scale = self._scale(batch)
+        if self.pipeline:
+            with self._window():
+                return scale, *self.pipeline.backward(batch, scale)
         step_counts = self._count(batch) if self.objective.needs_counting_pass(len(batch)) else None
         parts, stats = [], []
         with self._window():
@@ -97,14 +103,30 @@ class Engine(abc.ABC):
     def evaluate(self, rows: PackedRows) -> tuple[float, int]:
         """(sum of nats, targets) of these rows over the world. Every rank calls it equally often."""
         self.module.eval()
-        logits = self.forward(MicroBatch(rows)).logits
-        sums = torch.stack((token_loss_sum(logits, rows.targets).double(), (rows.targets != IGNORED).sum().double()))
-        nats, targets = sum_over(sums, self.mesh.stage_group).tolist()
+        logits, sums = self.logits(rows), torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        if logits is not None:
+            sums[0], sums[1] = token_loss_sum(logits, rows.targets), (rows.targets != IGNORED).sum()
+        nats, targets = sum_over(sums, None).tolist()
         return nats, int(targets)
+
+    @torch.no_grad()
+    def next_token_logits(self, rows: PackedRows) -> Tensor:
+        """fp32 logits after the last position of one row, (vocab,), on every rank. Collective."""
+        self.module.eval()
+        logits = self.logits(rows)
+        last = torch.zeros(self.recipe.model.vocab_size, device=self.mesh.device)
+        if logits is not None:
+            last.copy_(logits[0, -1])
+        return last if self.pipeline is None else self.pipeline.from_last_stage(last)
+
+    def logits(self, rows: PackedRows) -> Tensor | None:
+        """Logits of these rows; None on the ranks that do not hold the last stage."""
+        micro = MicroBatch(rows)
+        return self.pipeline.forward(micro) if self.pipeline else self.forward(micro).logits
 
     @abc.abstractmethod
     def forward(self, micro: MicroBatch) -> DecoderOutput:
-        """The model on this rank's rows; parameters are gathered as the engine sees fit."""
+        """The whole model, where there is no pipeline, on this rank's rows."""
 
     @abc.abstractmethod
     def update(self, lr: float) -> float:
@@ -134,9 +156,14 @@ class Engine(abc.ABC):
     def _begin(self, is_last: bool) -> None:
         """Before each micro-batch."""
 
-    def _call(self, module: nn.Module, micro: MicroBatch) -> DecoderOutput:
+    def buffers(self) -> dict[str, Tensor]:
+        """Router biases of this rank's stages, by their names in the whole model."""
+        return self.module.global_names(self.module.named_buffers())
+
+    @staticmethod
+    def _call(module: nn.Module, micro: MicroBatch) -> DecoderOutput:
         rows = micro.rows
-        return module(rows.input_ids, rows.positions, rows.mask, micro.row_seeds)
+        return module(0, rows.input_ids, rows.positions, rows.mask, micro.row_seeds)
 
     def _scale(self, batch: list[MicroBatch]) -> StepScale:
         local = sum((micro.rows.targets != IGNORED).sum() for micro in batch)
@@ -164,30 +191,30 @@ class Engine(abc.ABC):
         return norm
 
     def _summary(self, scale: StepScale, parts: list[LossParts], stats: list[RouterStats], norm: float) -> StepStats:
-        totals = torch.stack([torch.stack((part.token, part.balance, part.z)) for part in parts]).sum(0).double()
-        if not stats:
-            loss, _, _ = sum_over(totals, self.mesh.stage_group).tolist()
-            return StepStats(loss, 0.0, 0.0, norm, scale.num_targets, scale.total_tokens, None, None, None)
-        counts, _, _, entropy, dropped = (torch.stack(values).sum(0).double() for values in zip(*stats, strict=True))
-        flat = torch.cat([totals, counts.flatten(), entropy, dropped])
-        totals, counts_E, entropy, dropped = sum_over(flat, self.mesh.stage_group).split(
-            [3, counts.numel(), len(entropy), len(dropped)]
-        )
-        self._move_bias(counts_E.view_as(counts))
-        num_slots = scale.total_tokens * self.objective.top_k
+        losses = torch.stack([torch.stack((part.token, part.balance, part.z)) for part in parts]).sum(0).double()
+        layers, experts = len(self.recipe.model.sparse_layers), self.recipe.model.num_experts
+        table = losses.new_zeros(layers, experts + 2)  # counts, entropy, dropped of the layers that live here
+        if stats:
+            counts, _, _, entropy, dropped = (torch.stack(v).sum(0).double() for v in zip(*stats, strict=True))
+            table[self.own_layers] = torch.cat((counts, entropy[:, None], dropped[:, None]), dim=1)
+        losses, table = sum_over(torch.cat((losses, table.flatten())), None).split([3, table.numel()])
+        table = table.view(layers, experts + 2)
+        counts, entropy, dropped = table.split([experts, 1, 1], dim=1)
+        self._move_bias(counts)
+        has_experts = layers > 0
         return StepStats(
-            *totals.tolist(),
+            *losses.tolist(),
             norm,
             scale.num_targets,
             scale.total_tokens,
-            counts_LE=counts_E.view_as(counts),
-            entropy_L=entropy / scale.total_tokens,
-            dropped_L=dropped / num_slots,
+            counts_LE=counts if has_experts else None,
+            entropy_L=entropy[:, 0] / scale.total_tokens if has_experts else None,
+            dropped_L=dropped[:, 0] / (scale.total_tokens * self.objective.top_k) if has_experts else None,
         )
 
     def _move_bias(self, counts_LE: Tensor) -> None:
         if self.recipe.balance.method != "bias":
             return
         moves = bias_step(counts_LE, self.recipe.balance.bias_update_rate)
-        for router, move in zip(self.routers, moves, strict=True):
-            router.selection_bias += move
+        for layer, router in zip(self.own_layers, self.routers, strict=True):
+            router.selection_bias += moves[layer]

@@ -30,6 +30,7 @@ from moe_zoo.comm.collectives import sum_over
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.base import STATE_KEYS, Engine, FetchState, MicroBatch, Shard
 from moe_zoo.engines.optimizer import make_adamw
+from moe_zoo.engines.pipeline import Pipeline
 from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.parallel.build import PlacedModel
 from moe_zoo.spec.recipe import Recipe
@@ -64,6 +65,14 @@ class DeepSpeedEngine(Engine):
         initial = {name: param.detach().clone().view(-1) for name, param in self.named.items() if is_narrow}
         self._initialize()
         self.zero = self.engine.optimizer
+        if mesh.pp > 1:
+            gathers_once = recipe.parallel.gather == "step"
+            self.pipeline = Pipeline(
+                self,
+                wrap=lambda adapter: adapter,
+                call=self.engine if self.stage else self.engine.module,
+                splits_backward=self.stage < 3 or gathers_once,
+            )
         if is_narrow:
             self._restore_bits(initial)
 
@@ -290,7 +299,7 @@ class _Mpu:
     """What DeepSpeed asks of a model-parallel unit: its data-parallel world is the stage, nothing else is split."""
 
     def __init__(self, mesh: Mesh):
-        self.mesh, self.own = mesh, [dist.new_group([rank]) for rank in range(mesh.world)][mesh.rank]
+        self.mesh = mesh
 
     def get_data_parallel_group(self):
         return self.mesh.stage_group
@@ -302,16 +311,19 @@ class _Mpu:
         return self.mesh.dp_rank
 
     def get_model_parallel_group(self):
-        return self.own
+        return self.mesh.pp_group
 
     def get_model_parallel_world_size(self):
-        return 1
+        return self.mesh.pp
 
     def get_model_parallel_rank(self):
-        return 0
+        return self.mesh.pp_rank
 
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_rank = get_model_parallel_rank
+    def get_tensor_model_parallel_world_size(self):
+        return 1
+
+    def get_tensor_model_parallel_rank(self):
+        return 0
 
 
 def _moe_marker() -> nn.Module:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -17,6 +17,7 @@ from moe_zoo.comm.collectives import sum_over
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.base import STATE_KEYS, Engine, FetchState, MicroBatch, Shard
 from moe_zoo.engines.optimizer import make_adamw
+from moe_zoo.engines.pipeline import Pipeline
 from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.parallel.build import PlacedModel
 from moe_zoo.spec.recipe import Recipe
@@ -30,7 +31,9 @@ class FSDPEngine(Engine):
     def __init__(self, placed: PlacedModel, mesh: Mesh, recipe: Recipe):
         super().__init__(placed, mesh, recipe)
         self._shard()
-        self.named = dict(self.module.named_parameters())  # now DTensors
+        if mesh.pp > 1:  # torch's pipelining drives FSDP modules itself, and reduces once at the end
+            self.pipeline = Pipeline(self, wrap=self._shard_whole, call=None, splits_backward=True)
+        self.named = self.module.global_names(self.module.named_parameters())  # now DTensors
         self.optimizer = make_adamw(self.named, self.placements, recipe.optim)
 
     def forward(self, micro: MicroBatch) -> DecoderOutput:
@@ -88,20 +91,29 @@ class FSDPEngine(Engine):
         precision = self.recipe.precision
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
         parallel = self.recipe.parallel
-        frees = parallel.zero_stage == 3 and parallel.gather == "layer"
+        # In a pipeline a block freed after its forward would leave a split backward without gradient.
+        frees = parallel.zero_stage == 3 and parallel.gather == "layer" and self.mesh.pp == 1
         options = {"reshard_after_forward": frees, "mp_policy": policy}
         for module in self.module.modules():
             kinds = {kind_of[id(param)] for param in module.parameters(recurse=False)}
             assert len(kinds) < 2, "a module's own parameters share a replica group"
             if kinds - {"stage"}:
                 fully_shard(module, mesh=meshes[kinds.pop()], **options)
-        for block in self.module.layers:
-            fully_shard(block, mesh=meshes["stage"], **options)
-        fully_shard(self.module, mesh=meshes["stage"], mp_policy=policy, reshard_after_forward=False)
-        for module in self.module.modules():
+        for stage in self.module.stages.values():
+            for block in stage.layers.values():
+                fully_shard(block, mesh=meshes["stage"], **options)
+        self.whole = {"mesh": meshes["stage"], "mp_policy": policy, "reshard_after_forward": False}
+        if self.mesh.pp == 1:
+            self._shard_whole(self.module)
+
+    def _shard_whole(self, root: nn.Module) -> nn.Module:
+        """What the blocks and experts have left over, and sums instead of means everywhere below."""
+        fully_shard(root, **self.whole)
+        for module in root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # else gloo is asked for PREMUL_SUM and refuses
+        return root
 
     def _runs(self) -> Iterator[tuple[str, int, int]]:
         """(name, first element in the whole parameter, elements) of each local shard: a chunk along dimension 0."""

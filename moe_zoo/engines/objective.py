@@ -49,6 +49,7 @@ class Objective:
     def __init__(self, recipe: Recipe, group: dist.ProcessGroup):
         self.spec, self.group = recipe.balance, group
         self.top_k = recipe.model.moe.router.top_k if recipe.model.moe else 1
+        self.num_layers = len(recipe.model.sparse_layers)
         self.aux_coefficient = self.spec.aux_coefficient if self.spec.method == "aux_loss" else 0.0
 
     def needs_counting_pass(self, micro_batches: int) -> bool:
@@ -66,12 +67,20 @@ class Objective:
     ) -> LossParts:
         """This micro-batch's parts; ``step_counts`` come from the counting pass, where one was needed."""
         token = token_loss_sum(output.logits, targets) / scale.num_targets
-        balance = z = token.new_zeros(())
-        if output.stats is not None:
-            z = z_loss(output.stats.z_sums, total_tokens=scale.total_tokens)
-            balance = self._balance(output.stats, scale, step_counts)
-        total = token + self.aux_coefficient * balance + self.spec.z_coefficient * z
-        return LossParts(total, token.detach(), balance.detach(), z.detach())
+        routing, balance, z = self.routing(output, scale, step_counts)
+        return LossParts(token + routing, token.detach(), balance, z)
+
+    def routing(
+        self, output: DecoderOutput, scale: StepScale, step_counts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(what the router losses add to the loss, balance, z) of the sparse layers of ``output``."""
+        if output.stats is None:
+            zero = output.logits.new_zeros((), dtype=torch.float32)
+            return zero, zero, zero
+        z = z_loss(output.stats.z_sums, total_tokens=scale.total_tokens, num_layers=self.num_layers)
+        balance = self._balance(output.stats, scale, step_counts)
+        added = self.aux_coefficient * balance + self.spec.z_coefficient * z
+        return added, balance.detach(), z.detach()
 
     def _balance(self, stats: RouterStats, scale: StepScale, step_counts: Tensor | None) -> Tensor:
         pool = pool_tokens(self.spec.scope, scale.seq_len, scale.global_rows, scale.micro_batches)
@@ -79,5 +88,10 @@ class Objective:
         if step_counts is None and self.spec.scope == "global_batch" and scale.micro_batches > 1:
             pool //= scale.micro_batches  # no gradient is asked: report the mean over micro-batches
         return balance_loss(
-            stats.prob_sums, counts, pool_tokens=pool, total_tokens=scale.total_tokens, top_k=self.top_k
+            stats.prob_sums,
+            counts,
+            pool_tokens=pool,
+            total_tokens=scale.total_tokens,
+            top_k=self.top_k,
+            num_layers=self.num_layers,
         )

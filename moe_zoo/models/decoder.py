@@ -21,23 +21,32 @@ from moe_zoo.spec.architecture import Architecture, FeedForwardSpec
 
 
 class DecoderOutput(NamedTuple):
-    """Logits (batch, seq, vocab) and router statistics with a leading layer dimension; None in a dense model."""
+    """Logits (batch, seq, vocab) and router statistics with a leading layer dimension; None where no layer is sparse.
+
+    A stage that is not the last gives hidden states (batch, seq, d_model) in place of logits.
+    """
 
     logits: Tensor
     stats: RouterStats | None
 
 
 class SparseDecoder(nn.Module):
-    """Embedding, blocks, norm, head. Written for one device; ``moe_zoo.parallel`` edits it from outside."""
+    """Embedding, blocks, norm, head. Written for one device; ``moe_zoo.parallel`` edits it from outside.
 
-    def __init__(self, architecture: Architecture):
+    ``blocks`` makes it one stage of a pipeline: the embedding belongs to the first block, norm and head to the last.
+    Names of parameters are those of the whole model.
+    """
+
+    def __init__(self, architecture: Architecture, blocks: range | None = None):
         super().__init__()
         self.architecture = arch = architecture
-        self.embed = nn.Embedding(arch.vocab_size, arch.d_model)
-        self.layers = nn.ModuleList(make_block(arch, layer) for layer in range(arch.num_layers))
-        self.norm = make_norm(arch.norm, arch.d_model, arch.norm_eps)
-        self.head = nn.Linear(arch.d_model, arch.vocab_size, bias=False)
-        if arch.tie_embeddings:
+        blocks = range(arch.num_layers) if blocks is None else blocks
+        is_first, is_last = blocks.start == 0, blocks.stop == arch.num_layers
+        self.embed = nn.Embedding(arch.vocab_size, arch.d_model) if is_first else None
+        self.layers = nn.ModuleDict({str(layer): make_block(arch, layer) for layer in blocks})
+        self.norm = make_norm(arch.norm, arch.d_model, arch.norm_eps) if is_last else None
+        self.head = nn.Linear(arch.d_model, arch.vocab_size, bias=False) if is_last else None
+        if arch.tie_embeddings and is_first and is_last:
             self.head.weight = self.embed.weight
 
     def forward(
@@ -48,18 +57,21 @@ class SparseDecoder(nn.Module):
         row_seeds: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> DecoderOutput:
-        """``input_ids`` and ``positions`` (batch, seq); ``mask`` (batch, 1, seq, keys), None is causal."""
+        """``input_ids`` and ``positions`` (batch, seq); ``mask`` (batch, 1, seq, keys), None is causal.
+
+        A stage that is not the first takes hidden states (batch, seq, d_model) in place of ids, and needs positions.
+        """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         attention = self.architecture.attention
         angles = rotary_angles(positions, attention.head_dim, attention.rope_theta)
-        hidden, stats = self.embed(input_ids), []
-        for layer in self.layers:
+        hidden, stats = input_ids if self.embed is None else self.embed(input_ids), []
+        for layer in self.layers.values():
             hidden, layer_stats = layer(hidden, angles, mask, row_seeds, cache)
             if layer_stats is not None:
                 stats.append(layer_stats)
         stacked = RouterStats(*map(torch.stack, zip(*stats, strict=True))) if stats else None
-        return DecoderOutput(self.head(self.norm(hidden)), stacked)
+        return DecoderOutput(hidden if self.head is None else self.head(self.norm(hidden)), stacked)
 
 
 def make_block(arch: Architecture, layer: int) -> DecoderBlock:

@@ -21,20 +21,27 @@ def pool_tokens(scope: str, seq_len: int, global_rows: int, micro_batches: int) 
 
 
 def balance_loss(
-    prob_sums_LBE: Tensor, pooled_counts_LBE: Tensor, *, pool_tokens: int, total_tokens: int, top_k: int
+    prob_sums_LBE: Tensor,
+    pooled_counts_LBE: Tensor,
+    *,
+    pool_tokens: int,
+    total_tokens: int,
+    top_k: int,
+    num_layers: int,
 ) -> Tensor:
     """This rank's share of the global batch's balance loss; 1.0 in sum over micro-batches and ranks if all is even.
 
-    ``pooled_counts_LBE``: for each local row the counts of its pool, (L, B or 1, E).
+    ``pooled_counts_LBE``: for each local row the counts of its pool, (L, B or 1, E). ``num_layers``: sparse layers of
+    the whole model, of which L are here.
     """
-    num_layers, _, num_experts = prob_sums_LBE.shape
+    num_experts = prob_sums_LBE.shape[-1]
     slope_LBE = pooled_counts_LBE * (num_experts / (num_layers * total_tokens * pool_tokens * top_k))
     return (slope_LBE * prob_sums_LBE).sum()
 
 
-def z_loss(z_sums_LB: Tensor, *, total_tokens: int) -> Tensor:
+def z_loss(z_sums_LB: Tensor, *, total_tokens: int, num_layers: int) -> Tensor:
     """This rank's share of the mean squared log-partition. Source: ST-MoE, arXiv:2202.08906, eq. 5."""
-    return z_sums_LB.sum() / (len(z_sums_LB) * total_tokens)
+    return z_sums_LB.sum() / (num_layers * total_tokens)
 
 
 def bias_step(counts_LE: Tensor, rate: float) -> Tensor:

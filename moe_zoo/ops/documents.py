@@ -23,11 +23,19 @@ class PackedRows(NamedTuple):
 def unpack_rows(tokens: Tensor, bos_id: int) -> PackedRows:
     """Split rows of ``S + 1`` tokens into inputs and targets that respect document boundaries."""
     input_ids, targets = tokens[:, :-1], tokens[:, 1:]
-    begins = input_ids == bos_id
     index = torch.arange(input_ids.shape[1], device=tokens.device)
-    starts = torch.where(begins, index, 0).cummax(dim=1).values
+    positions = index - torch.where(input_ids == bos_id, index, 0).cummax(dim=1).values
+    targets = targets.masked_fill(targets == bos_id, IGNORED)
+    return PackedRows(input_ids, targets, positions, document_mask(positions))
+
+
+def document_mask(positions: Tensor) -> Tensor | None:
+    """(B, 1, S, S), True where a query may see a key: the same document, not later. None if causal says as much.
+
+    ``positions`` (B, S) begin anew at 0 with each document.
+    """
+    begins = positions == 0
+    if not bool(begins[:, 1:].any()):
+        return None
     documents = begins.cumsum(dim=1)
-    mask = None
-    if bool(begins[:, 1:].any()):
-        mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
-    return PackedRows(input_ids, targets.masked_fill(targets == bos_id, IGNORED), index - starts, mask)
+    return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]

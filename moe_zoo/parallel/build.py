@@ -1,7 +1,7 @@
 """Build this rank's share of a model: on the meta device first, so that no rank ever holds the whole."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -9,31 +9,59 @@ from torch import Tensor, nn
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.layers.dispatch import AllToAllDispatcher
 from moe_zoo.layers.moe import MoELayer
-from moe_zoo.models.decoder import SparseDecoder
+from moe_zoo.models.decoder import DecoderOutput, SparseDecoder
 from moe_zoo.models.init import initial_slice
 from moe_zoo.parallel.placement import Placement
 from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.stages import cut_stages
+
+T = TypeVar("T")
+
+
+class RankStages(nn.Module):
+    """All pipeline stages of one rank: the one module that its engine owns. Without a pipeline: the model, stage 0."""
+
+    def __init__(self, stages: dict[int, SparseDecoder]):
+        super().__init__()
+        self.stages = nn.ModuleDict({str(index): stage for index, stage in stages.items()})
+
+    def forward(self, index: int, *inputs: Tensor | None) -> DecoderOutput:
+        """Stage ``index`` on its inputs."""
+        return self.stages[str(index)](*inputs)
+
+    def global_names(self, named: Iterable[tuple[str, T]]) -> dict[str, T]:
+        """Names in the whole model for what ``named_parameters`` or ``named_buffers`` of this module gives."""
+        return {name.split(".", 2)[2]: value for name, value in named}
 
 
 class PlacedModel(NamedTuple):
-    """A module of plain local tensors, and for each parameter name what it is a slice of."""
+    """Modules of plain local tensors, and for each parameter name what it is a slice of."""
 
-    module: SparseDecoder
+    module: RankStages
     placements: dict[str, Placement]
 
 
-def build_model(architecture: Architecture, mesh: Mesh, seed: int) -> PlacedModel:
-    """This rank's share with its initial weights: a pure function of (architecture, seed), cut by the mesh."""
-    with torch.device("meta"):
-        model = SparseDecoder(architecture)
-    placements = shard_experts(model, mesh)
+def build_model(architecture: Architecture, mesh: Mesh, seed: int, seq_len: int = 1) -> PlacedModel:
+    """This rank's share with its initial weights: a pure function of (architecture, seed), cut by the mesh.
 
+    ``seq_len`` weighs attention when the model is cut in stages.
+    """
+    cuts = cut_stages(architecture, mesh.layout.num_stages, seq_len)
+    stages, placements = {}, {}
+    for index in mesh.layout.stages_of(mesh.pp_rank):
+        with torch.device("meta"):
+            stages[index] = SparseDecoder(architecture, cuts[index])
+        placements |= shard_experts(stages[index], mesh)
+        materialize(stages[index], _initial(stages[index], placements, seed), mesh.device)
+    return PlacedModel(RankStages(stages), placements)
+
+
+def _initial(model: SparseDecoder, placements: dict[str, Placement], seed: int) -> Callable[[str, Tensor], Tensor]:
     def fill(name: str, param: Tensor) -> Tensor:
         placement = placements[name]
-        return initial_slice(model, name, param, seed, first=placement.index * placement.rows).to(mesh.device)
+        return initial_slice(model, name, param, seed, first=placement.index * placement.rows)
 
-    materialize(model, fill, mesh.device)
-    return PlacedModel(model, placements)
+    return fill
 
 
 def shard_experts(model: SparseDecoder, mesh: Mesh) -> dict[str, Placement]:
@@ -58,7 +86,7 @@ def materialize(model: nn.Module, fill: Callable[[str, Tensor], Tensor], device:
     for path, module in model.named_modules():
         for name, param in list(module.named_parameters(recurse=False)):
             if id(param) not in made:
-                made[id(param)] = nn.Parameter(fill(f"{path}.{name}".lstrip("."), param))
+                made[id(param)] = nn.Parameter(fill(f"{path}.{name}".lstrip("."), param).to(device))
             setattr(module, name, made[id(param)])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.zeros_like(buffer, device=device))

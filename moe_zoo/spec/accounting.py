@@ -78,6 +78,23 @@ def forward_flops_per_token(architecture: Architecture, seq_len: int) -> int:
     return 2 * matrices + 4 * architecture.num_layers * seq_len * attention.num_heads * attention.head_dim
 
 
+def block_flops_per_token(architecture: Architecture, layer: int, seq_len: int) -> int:
+    """Forward FLOPs of one token in block ``layer``, counted as in ``forward_flops_per_token``."""
+    D, attention, moe = architecture.d_model, architecture.attention, architecture.moe
+    matrices = _attention_matrices(architecture)
+    if moe and architecture.is_sparse(layer):
+        matrices += moe.router.num_experts * D + moe.router.top_k * _ffn(moe.experts, D)
+        matrices += _ffn(moe.shared, D) if moe.shared else 0
+    else:
+        matrices += _ffn(architecture.feed_forward, D)
+    return 2 * matrices + 4 * seq_len * attention.num_heads * attention.head_dim
+
+
+def head_flops_per_token(architecture: Architecture) -> int:
+    """Forward FLOPs of one token in the head."""
+    return 2 * architecture.vocab_size * architecture.d_model
+
+
 def training_flops_per_token(architecture: Architecture, seq_len: int) -> int:
     """Forward and backward, the latter twice the former. Recompute is not counted."""
     return 3 * forward_flops_per_token(architecture, seq_len)

@@ -70,6 +70,10 @@ class Optim(Section):
 class Parallel(Section):
     """How the model is split; the rest follows from the number of ranks."""
 
+    pp: Count = 1  # pipeline: ranks that hold different layers
+    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"] = (
+        "1F1B"  # of the micro-batches, where pp > 1
+    )
     ep: Count | Literal["auto"] = "auto"  # auto: the largest divisor of num_experts that divides the ranks of a node
     engine: Literal["auto", "deepspeed", "fsdp"] = "auto"
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 3

@@ -40,7 +40,7 @@ def compare(paths: Sequence[Path], seeds: int, processes: int, overrides: Sequen
         f"{c.recipe.name}, held out": mean_curve([read_curve(file, "valid/loss") for file in c.files])
         for c in contenders
     }
-    plot_losses(out, curves, {}, title=f"equal tokens, {seeds} seeds", dots=dots)
+    plot_losses(out, curves, {}, title=f"equal tokens, {seeds} seeds", dots=dots, skip=0.2)
     out.with_suffix(".json").write_text(json.dumps([summary(contender) for contender in contenders], indent=1))
     return contenders
 
@@ -102,8 +102,8 @@ def summary(contender: Contender) -> dict[str, Any]:
 def table(contenders: Sequence[Contender]) -> Table:
     """Validation loss at equal tokens, mean and standard deviation over seeds."""
     made = Table(title="Held-out loss at equal tokens")
-    for name in ("recipe", "parameters", "active", "MFLOP per token", "tokens", "nats per token", "bits per byte"):
-        made.add_column(name, justify="left" if name == "recipe" else "right")
+    for name in ("recipe", "parameters", "active", "MFLOP/token", "tokens", "nats/token", "bits/byte"):
+        made.add_column(name, justify="left" if name == "recipe" else "right", no_wrap=True)
     for row in map(summary, contenders):
         made.add_row(
             row["name"],

@@ -23,17 +23,25 @@ def read_curve(metrics_file: Path, name: str) -> Curve:
 
 
 def plot_losses(
-    out: Path, curves: Mapping[str, list[Curve]], levels: Mapping[str, float], title: str, dots: Mapping[str, Curve]
+    out: Path,
+    curves: Mapping[str, list[Curve]],
+    levels: Mapping[str, float],
+    title: str,
+    dots: Mapping[str, Curve],
+    skip: float = 0.0,
 ) -> Path:
-    """Draw groups of curves (one colour a group, its smoothed mean bold), horizontal ``levels`` and ``dots``."""
+    """Draw groups of curves (one colour a group, its smoothed mean bold), horizontal ``levels`` and ``dots``.
+
+    ``skip`` leaves out the first share of the steps, in which every model is alike.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
     for color, (label, group) in zip(COLORS, curves.items(), strict=False):
         for curve in group:
-            axes.plot(*curve, color=color, alpha=0.15, linewidth=0.6)
-        axes.plot(*smoothed(mean_curve(group)), color=color, linewidth=1.8, label=label)
+            axes.plot(*_tail(curve, skip), color=color, alpha=0.15, linewidth=0.6)
+        axes.plot(*_tail(smoothed(mean_curve(group)), skip), color=color, linewidth=1.8, label=label)
     own_colors = COLORS if len(curves) > 1 else COLORS[1:]
     for color, (label, curve) in zip(own_colors, dots.items(), strict=False):
         axes.plot(*curve, color=color, marker="o", markersize=4, label=label)
@@ -48,6 +56,11 @@ def plot_losses(
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
     return out
+
+
+def _tail(curve: Curve, skip: float) -> Curve:
+    first = int(skip * len(curve.steps))
+    return Curve(curve.steps[first:], curve.values[first:])
 
 
 def mean_curve(group: list[Curve]) -> Curve:

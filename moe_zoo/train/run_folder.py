@@ -43,7 +43,7 @@ class RunFolder:
     def restore(self, checkpoint: Checkpoint, engine: Engine) -> None:
         """Weights, moments and buffers of ``checkpoint`` into an engine of any layout."""
         engine.load(checkpoint.fetch, checkpoint.step)
-        for name, buffer in engine.module.named_buffers():
+        for name, buffer in engine.buffers().items():
             buffer.copy_(checkpoint.fetch(name, "buffer", 0, buffer.numel()).view_as(buffer))
 
     def save(self, engine: Engine, step: int, stream: dict[str, Any]) -> Path:

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_zoo.engines import Engine, MicroBatch
+from moe_zoo.engines import Engine
 from moe_zoo.ops.documents import IGNORED, PackedRows
 
 
@@ -22,7 +22,7 @@ def sample(
     engine.module.eval()
     for _ in range(num_tokens):
         input_ids = torch.tensor([tokens[-window:]], device=engine.mesh.device)
-        logits = engine.forward(MicroBatch(_rows(input_ids))).logits[0, -1, :vocab_size]
+        logits = engine.next_token_logits(_rows(input_ids))[:vocab_size]
         probs = (logits.float().cpu() / temperature).softmax(-1)
         drawn = torch.multinomial(probs, 1, generator=generator).to(engine.mesh.device)
         # Equal rows at other places of a product differ in their last bits: a rank could draw another token, see the

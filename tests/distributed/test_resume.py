@@ -32,6 +32,17 @@ def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(run_values, tmp_path,
     assert losses(unbroken) == losses(resumed)
 
 
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_a_pipeline_evaluates_samples_saves_and_resumes_bit_for_bit(run_values, tmp_path, engine):
+    values = run_values | {"parallel": {"engine": engine, "pp": 2}}
+    unbroken = Path(on_ranks(values))
+    resumed = Path(on_ranks(moved(values, tmp_path, keep_step=3)))
+    assert_same_bits(state(unbroken, 6), state(resumed, 6))
+    alone = moved(run_values | {"parallel": {"engine": engine}}, tmp_path, keep_step=3, to="alone")
+    whole = Path(on_ranks(alone, world_size=1))
+    assert losses(whole)[6] == pytest.approx(losses(unbroken)[6], abs=1e-4)
+
+
 def test_a_run_resumes_on_another_engine_and_another_number_of_ranks(run_values, tmp_path):
     values = run_values | {"parallel": {"engine": "deepspeed", "zero_stage": 3}}
     unbroken = Path(on_ranks(values))

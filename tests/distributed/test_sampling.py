@@ -5,24 +5,20 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.testing import run_distributed
 from moe_zoo.train.sampling import sample
 
 
-class LikesItsRank(torch.nn.Module):
+def likes_its_rank(rows) -> torch.Tensor:
     """Logits that the ranks do not agree on at all: what rounding does now and then, every time."""
-
-    def forward(self, micro) -> DecoderOutput:
-        logits = torch.zeros(*micro.rows.input_ids.shape, 8)
-        logits[..., 3 + dist.get_rank()] = 50.0
-        return DecoderOutput(logits, None)
+    logits = torch.zeros(8)
+    logits[3 + dist.get_rank()] = 50.0
+    return logits
 
 
 def text_of_this_rank() -> list[int]:
-    module, mesh = LikesItsRank(), SimpleNamespace(device=torch.device("cpu"))
-    recipe = SimpleNamespace(data=SimpleNamespace(seq_len=4))
-    engine = SimpleNamespace(module=module, forward=module, mesh=mesh, recipe=recipe)
+    mesh, recipe = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(data=SimpleNamespace(seq_len=4))
+    engine = SimpleNamespace(module=torch.nn.Module(), next_token_logits=likes_its_rank, mesh=mesh, recipe=recipe)
     return sample(engine, [1], 5, vocab_size=8, eos_id=4, seed=0)
 
 

@@ -108,8 +108,8 @@ def _write_rank(folder: Path, engine: Engine, rank: int) -> dict[str, str]:
 
 def _chunks(engine: Engine, rank: int) -> list[tuple[str, str, int, Tensor]]:
     chunks = [(s.name, key, s.start, values) for s in engine.shards() for key, values in s.tensors.items()]
-    if rank == 0:  # the same on every rank
-        chunks += [(name, "buffer", 0, buffer.view(-1)) for name, buffer in engine.module.named_buffers()]
+    if engine.mesh.dp_rank == 0:  # the same on every rank of a stage
+        chunks += [(name, "buffer", 0, buffer.view(-1)) for name, buffer in engine.buffers().items()]
     return chunks
 
 

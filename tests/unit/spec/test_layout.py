@@ -74,3 +74,73 @@ def test_the_number_an_error_proposes_works(world, ep):
     except PlanError as refused:
         proposed = int(str(refused).split("try ")[1].split(",")[0])
         assert resolve_layout(recipe(ep=proposed, rows=world), world, world).ep == proposed
+
+
+def piped(
+    pp: int, schedule: str = "1F1B", layers: int = 8, micro_batches: int = 8, rows: int = 48, **changes
+) -> Recipe:
+    """A recipe for ``pp`` pipeline ranks."""
+    model = preset_values("switch-lm-test") | {"num_layers": layers} | changes
+    whole = recipe(rows=rows, micro_batches=micro_batches, model=model).to_dict()
+    return Recipe.from_dict(whole | {"parallel": {"pp": pp, "schedule": schedule}})
+
+
+def test_a_pipeline_takes_its_ranks_from_the_data_parallel_ones():
+    layout = resolve_layout(piped(2, rows=64), 8, 8)
+    assert (layout.pp, layout.dp, layout.ep, layout.edp, layout.num_stages) == (2, 4, 4, 1, 2)
+    assert [layout.stages_of(rank) for rank in range(2)] == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [("Interleaved1F1B", [[0, 2], [1, 3]]), ("ZBVZeroBubble", [[0, 3], [1, 2]]), ("DualPipeV", [[0, 3], [1, 2]])],
+)
+def test_two_stages_per_rank_lie_in_a_loop_or_in_a_v(schedule, stages):
+    layout = resolve_layout(piped(2, schedule), 2, 2)
+    assert [layout.stages_of(rank) for rank in range(2)] == stages
+
+
+@pytest.mark.parametrize(
+    ("asked", "world", "text"),
+    [
+        ({"pp": 3}, 4, "parallel.pp: 3; must divide the 4 ranks launched; try 2"),
+        (
+            {"pp": 4, "schedule": "DualPipeV", "layers": 6},
+            4,
+            "parallel.pp: 4; schedule DualPipeV cuts the model in 8 stages, it has 6 layers; try 3",
+        ),
+        (
+            {"pp": 2, "micro_batches": 3, "rows": 6},
+            2,
+            "train.micro_batches: 3; schedule 1F1B of 2 pipeline ranks wants a multiple of 2, at least 2; try 4",
+        ),
+        (
+            {"pp": 2, "schedule": "ZBVZeroBubble", "micro_batches": 2},
+            2,
+            "train.micro_batches: 2; schedule ZBVZeroBubble of 2 pipeline ranks wants a multiple of 2, at least 4; try 4",
+        ),
+        (
+            {"pp": 2, "tie_embeddings": True},
+            2,
+            "model.tie_embeddings: true; embedding and head of a pipeline live on different ranks; set it to false, or "
+            "parallel.pp to 1",
+        ),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused_with_one_that_can(asked, world, text):
+    with pytest.raises(PlanError) as caught:
+        resolve_layout(piped(**asked), world, world)
+    assert str(caught.value) == text
+
+
+def test_gpipe_takes_any_number_of_micro_batches():
+    assert resolve_layout(piped(2, "GPipe", micro_batches=1), 2, 2).num_stages == 2
+
+
+def test_ep_must_fit_into_a_pipeline_rank():
+    values = piped(2).to_dict()
+    values["parallel"]["ep"] = 4
+    with pytest.raises(
+        PlanError, match=r"^parallel\.ep: 4; must divide the 2 ranks of each of the 2 pipeline ranks; try 2"
+    ):
+        resolve_layout(Recipe.from_dict(values), 4, 4)

@@ -1,0 +1,200 @@
+"""A step through pipeline stages: torch's schedules over stages whose weights an engine shards.
+
+Router statistics leave a stage as values. What they add to the loss is attached where they were made: no traffic between
+stages, no state on modules. Letters: L layers, E experts.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from moe_zoo.engines.objective import LossParts, Objective, StepScale, token_loss_sum
+from moe_zoo.layers.router import RouterStats
+from moe_zoo.models.decoder import DecoderOutput
+from moe_zoo.ops.documents import document_mask
+from moe_zoo.spec.layout import V_SHAPED
+
+if TYPE_CHECKING:
+    from moe_zoo.engines.base import Engine, MicroBatch
+
+StageCall = Callable[..., DecoderOutput]  # (stage index, hidden or ids, positions, mask, row seeds)
+
+
+class _AttachLoss(torch.autograd.Function):
+    """``x`` unchanged; backward also gives ``added`` a gradient of one, as if it had been added to the loss."""
+
+    @staticmethod
+    def forward(ctx, x, added):
+        ctx.like = added
+        return x.clone()  # a split backward detaches the stage's output in place, which a view forbids
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones_like(ctx.like)
+
+
+class StageAdapter(nn.Module):
+    """What a schedule sees of a stage: tensors in, one tensor out; statistics go to the pipeline's ledger.
+
+    ``held`` is registered as a child for FSDP2, which torch's pipelining drives itself; DeepSpeed is called instead.
+    """
+
+    def __init__(self, index: int, pipeline: "Pipeline", call: StageCall | None, stage: nn.Module):
+        super().__init__()
+        self.index, self.call = index, call
+        self.unregistered = [pipeline, stage]
+        if call is None:
+            self.held = stage
+
+    def forward(self, x: Tensor, positions: Tensor, row_seeds: Tensor | None = None) -> Tensor:
+        """Hidden states or ids of one micro-batch -> hidden states or logits."""
+        pipeline, stage = self.unregistered
+        inputs = (x, positions, document_mask(positions), row_seeds)
+        output = self.call(self.index, *inputs) if self.call else stage(*inputs)
+        return pipeline.noted(self.index, output)
+
+    def parameters(self, recurse: bool = True):
+        """Those of the stage: split backwards ask for them."""
+        return self.unregistered[1].parameters(recurse)
+
+
+class Pipeline:
+    """The stages of this rank under one schedule."""
+
+    def __init__(
+        self, engine: "Engine", wrap: Callable[[StageAdapter], nn.Module], call: StageCall | None, splits_backward: bool
+    ):
+        self.engine, self.mesh, self.recipe = engine, engine.mesh, engine.recipe
+        self.objective: Objective = engine.objective
+        layout = self.mesh.layout
+        self.num_stages = layout.num_stages
+        self.owner = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
+        stages = {int(index): stage for index, stage in engine.module.stages.items()}
+        self.adapters = {index: wrap(StageAdapter(index, self, call, stage)) for index, stage in stages.items()}
+        self.is_last = self.num_stages - 1 in stages
+        self.schedule = self._schedule(splits_backward)
+        self.scale: StepScale | None = None  # set while a step runs
+        self.step_counts: dict[int, Tensor] = {}  # by stage, where a counting pass was needed
+        self.ledger: list[tuple[int, RouterStats, LossParts]] = []
+        self.seen: dict[int, Tensor] = {}  # counts of the pass that only counts
+
+    # ------------------------------------------------------------------ a training step
+
+    def backward(self, batch: list["MicroBatch"], scale: StepScale) -> tuple[list[LossParts], list[RouterStats]]:
+        """Run the schedule. Parts and statistics hold what this rank's stages saw, layers in order."""
+        self.step_counts = self._count(batch) if self.objective.needs_counting_pass(len(batch)) else {}
+        self.scale, self.ledger = scale, []
+        rows = [
+            torch.cat([getattr(micro.rows, name) for micro in batch]) for name in ("input_ids", "positions", "targets")
+        ]
+        input_ids, positions, targets = rows
+        seeds = torch.cat([micro.row_seeds for micro in batch])
+        losses: list[Tensor] = []
+        self.schedule.step(
+            *([input_ids] if 0 in self.adapters else []),
+            **({"target": targets, "losses": losses} if self.is_last else {}),
+            positions=positions,
+            row_seeds=seeds,
+            return_outputs=False,
+        )
+        self.scale = None
+        return self._parts(losses), self._stats()
+
+    def noted(self, index: int, output: DecoderOutput) -> Tensor:
+        """Keep the statistics of a stage's micro-batch and attach what they add to the loss."""
+        if output.stats is None:
+            return output.logits.clone() if torch.is_grad_enabled() else output.logits
+        if self.scale is None:  # a pass without a step: evaluation, or counting
+            counts = output.stats.counts.sum(1, keepdim=True)
+            self.seen[index] = self.seen[index] + counts if index in self.seen else counts
+            return output.logits
+        added, balance, z = self.objective.routing(output, self.scale, self.step_counts.get(index))
+        detached = RouterStats(*(value.detach().sum(1) for value in output.stats))
+        self.ledger.append((index, detached, LossParts(added.detach(), torch.zeros_like(z), balance, z)))
+        return _AttachLoss.apply(output.logits, added * self.engine.factor)
+
+    def _parts(self, losses: list[Tensor]) -> list[LossParts]:
+        zero = torch.zeros((), device=self.mesh.device)
+        tokens = [LossParts(loss.detach(), loss.detach() / self.engine.factor, zero, zero) for loss in losses]
+        return [*tokens, *(parts for _, _, parts in self.ledger)] or [LossParts(zero, zero, zero, zero)]
+
+    def _stats(self) -> list[RouterStats]:
+        """One entry: sums over micro-batches, the layers of all own stages behind each other."""
+        by_stage: dict[int, list[RouterStats]] = {}
+        for index, stats, _ in self.ledger:
+            by_stage.setdefault(index, []).append(stats)
+        summed = [[torch.stack(v).sum(0) for v in zip(*by_stage[i], strict=True)] for i in sorted(by_stage)]
+        return [RouterStats(*map(torch.cat, zip(*summed, strict=True)))] if summed else []
+
+    def _token_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return token_loss_sum(logits, targets) * self.engine.factor / self.scale.num_targets
+
+    def _schedule(self, splits_backward: bool):
+        recipe, mesh = self.recipe, self.mesh
+        rows = recipe.train.global_batch // recipe.train.micro_batches // mesh.dp
+        dtype = self._wire_dtype()
+        shape = (rows, recipe.data.seq_len)
+        ids = torch.empty(shape, dtype=torch.int64, device=mesh.device)
+        # Static shapes: nothing need run to infer them. Without requires_grad no gradient would be sent back.
+        hidden, logits = (
+            torch.empty(*shape, width, dtype=dtype, device=mesh.device, requires_grad=True)
+            for width in (recipe.model.d_model, recipe.model.vocab_size)
+        )
+        # A separate weight pass writes .grad of weights that ZeRO-3 has freed: a no-op makes the input pass do both.
+        whole = {} if splits_backward else {"dw_builder": lambda: lambda: None}
+        built = [
+            PipelineStage(
+                adapter,
+                index,
+                self.num_stages,
+                mesh.device,
+                input_args=hidden if index else ids,
+                output_args=hidden if index + 1 < self.num_stages else logits,
+                group=mesh.pp_group,
+                **whole,
+            )
+            for index, adapter in self.adapters.items()
+        ]
+        kind = schedules.get_schedule_class(mesh.layout.schedule)
+        stages = built if issubclass(kind, schedules.PipelineScheduleMulti) else built[0]
+        return kind(stages, recipe.train.micro_batches, loss_fn=self._token_loss, scale_grads=False)
+
+    # ------------------------------------------------------------------ forward alone
+
+    @torch.no_grad()
+    def forward(self, micro: "MicroBatch") -> Tensor | None:
+        """Rows through all stages, one after the other; logits on the ranks that hold the last one, else None."""
+        rows, x = micro.rows, micro.rows.input_ids
+        width = self.recipe.model.d_model
+        for index in range(self.num_stages):
+            if self.owner[index] != self.mesh.pp_rank:
+                continue
+            if index and self.owner[index - 1] != self.mesh.pp_rank:
+                x = torch.empty(*rows.input_ids.shape, width, dtype=self._wire_dtype(), device=self.mesh.device)
+                dist.recv(x, group=self.mesh.pp_group, group_src=self.owner[index - 1])
+            x = self.adapters[index](x, rows.positions, micro.row_seeds)
+            if index + 1 < self.num_stages and self.owner[index + 1] != self.mesh.pp_rank:
+                dist.send(x.contiguous(), group=self.mesh.pp_group, group_dst=self.owner[index + 1])
+        return x if self.is_last else None
+
+    def from_last_stage(self, value: Tensor) -> Tensor:
+        """What the ranks of the last stage have, on every rank."""
+        dist.broadcast(value, group=self.mesh.pp_group, group_src=self.owner[self.num_stages - 1])
+        return value
+
+    def _wire_dtype(self) -> torch.dtype:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.recipe.precision.compute]
+
+    def _count(self, batch: list["MicroBatch"]) -> dict[int, Tensor]:
+        """Counts of the whole step per stage, before its first backward."""
+        self.seen = {}
+        for micro in batch:
+            self.forward(micro)
+        return {index: self.objective.pooled_counts(self.seen[index]) for index in sorted(self.seen)}
+
+
+assert set(V_SHAPED) <= {"ZBVZeroBubble", "DualPipeV"}

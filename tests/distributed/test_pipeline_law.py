@@ -1,0 +1,59 @@
+"""A pipeline under any schedule and engine takes the steps of one process."""
+
+import pytest
+
+from tests.law import check, make_recipe
+
+SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+
+
+def pipeline_recipe(engine: str, schedule: str, zero_stage: int = 3, **changes):
+    return make_recipe(
+        parallel__engine=engine,
+        parallel__zero_stage=zero_stage,
+        parallel__pp=2,
+        parallel__ep=2,
+        parallel__schedule=schedule,
+        model__num_layers=4,
+        train__micro_batches=4,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_with_experts_spread_in_each_stage(engine, schedule):
+    check(pipeline_recipe(engine, schedule), world_size=4)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_the_other_zero_stages(zero_stage):
+    check(pipeline_recipe("deepspeed", "1F1B", zero_stage), world_size=4)
+
+
+def test_weights_gathered_once_allow_a_split_backward_under_zero_3():
+    check(pipeline_recipe("deepspeed", "ZBVZeroBubble", parallel__gather="step"), world_size=4)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("scope", ["sequence", "global_batch"])
+def test_the_scope_of_balance_crosses_stages(engine, scope):
+    check(pipeline_recipe(engine, "1F1B", balance__scope=scope), world_size=4)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_a_stage_without_experts_and_one_with_bias_balancing(engine):
+    recipe = pipeline_recipe(
+        engine,
+        "1F1B",
+        model__moe__router={
+            "num_experts": 6,
+            "top_k": 2,
+            "score": "sigmoid",
+            "normalize": True,
+            "selection_bias": True,
+        },
+        model__moe__first_layer=3,
+        balance={"method": "bias", "bias_update_rate": 0.05, "z_coefficient": 0.01},
+    )
+    check(recipe, world_size=4, starved=False)
