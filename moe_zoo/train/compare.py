@@ -101,8 +101,9 @@ def summary(contender: Contender) -> dict[str, Any]:
 
 def table(contenders: Sequence[Contender]) -> Table:
     """Validation loss at equal tokens, mean and standard deviation over seeds."""
-    made = Table(title="Held-out loss at equal tokens")
-    for name in ("recipe", "parameters", "active", "MFLOP/token", "tokens", "nats/token", "bits/byte"):
+    tokens = summary(contenders[0])["tokens"]
+    made = Table(title=f"Held-out loss after {tokens / 1e6:.2f} M tokens each")
+    for name in ("recipe", "parameters", "active", "MFLOP/token", "nats/token", "bits/byte"):
         made.add_column(name, justify="left" if name == "recipe" else "right", no_wrap=True)
     for row in map(summary, contenders):
         made.add_row(
@@ -110,7 +111,6 @@ def table(contenders: Sequence[Contender]) -> Table:
             f"{row['parameters'] / 1e6:.2f} M",
             f"{row['active_parameters'] / 1e6:.2f} M",
             f"{row['training_flops_per_token'] / 1e6:.2f}",
-            f"{row['tokens'] / 1e6:.2f} M",
             f"{row['valid_loss']:.4f} ± {row['valid_loss_stdev']:.4f}",
             f"{row['bits_per_byte']:.4f}",
         )
