@@ -1,9 +1,11 @@
 """A checkpoint of any layout -> a folder that ``from_pretrained`` loads. One process, no cluster."""
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.hub import from_architecture, without_progress_bars
@@ -19,12 +21,30 @@ def export_checkpoint(source: Path, out: Path, tokenizer: Path | None = None) ->
     tokenizer = tokenizer or Path(checkpoint.recipe.data.tokenizer)
     if not tokenizer.is_dir():
         raise CheckpointError(f"export: tokenizer {tokenizer}; no such folder; give it with --tokenizer")
-    with without_progress_bars():
-        _model(checkpoint, tokenizer).save_pretrained(out)
-    for name in TOKENIZER_FILES:
-        if (tokenizer / name).exists():
-            shutil.copy2(tokenizer / name, out / name)
+    model = _model(checkpoint, tokenizer)
+    try:
+        _write(model, tokenizer, out)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise CheckpointError(
+            f"export: {out}; {reason}; what stood there is unchanged and {checkpoint.folder} is whole; free some space "
+            f"or choose another folder, and run moe-zoo export"
+        ) from None
     return out
+
+
+def _write(model: MoeZooForCausalLM, tokenizer: Path, out: Path) -> None:
+    """Beside ``out`` first: a disk that is full leaves no torn model where a good one stood."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as name:
+        made = Path(name)
+        with without_progress_bars():
+            model.save_pretrained(made)
+        for file in TOKENIZER_FILES:
+            if (tokenizer / file).exists():
+                shutil.copy2(tokenizer / file, made / file)
+        for path in made.iterdir():
+            path.replace(out / path.name)
 
 
 def _newest(source: Path) -> Checkpoint:

@@ -3,7 +3,9 @@
 import errno
 import json
 import re
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -256,3 +258,32 @@ def test_an_export_of_nothing_or_without_tokenizer_is_refused(engine, tmp_path):
     assert refusal(lambda: export_checkpoint(made, tmp_path / "out", tmp_path / "gone")) == (
         f"export: tokenizer {tmp_path}/gone; no such folder; give it with --tokenizer"
     )
+
+
+def test_an_export_to_a_full_disk_is_one_line_and_leaves_the_model_that_stood_there(engine, tmp_path):
+    made = save_checkpoint(tmp_path / "checkpoints", engine, step=2)
+    out = export_checkpoint(made, tmp_path / "exported")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, limits[1]))
+    try:
+        told = refusal(lambda: export_checkpoint(made, out))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert told.startswith(f"export: {out}; ") and "File too large" in told
+    assert told.endswith(
+        f"; what stood there is unchanged and {made} is whole; free some space or choose another folder, and run moe-zoo "
+        f"export"
+    )
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "exported"]
+
+
+def test_an_export_to_a_place_that_is_no_folder_is_one_line(engine, tmp_path):
+    made = save_checkpoint(tmp_path / "checkpoints", engine, step=2)
+    (tmp_path / "file").write_text("mine")
+    assert refusal(lambda: export_checkpoint(made, tmp_path / "file")).startswith(
+        f"export: {tmp_path}/file; File exists; "
+    )
+    assert (tmp_path / "file").read_text() == "mine"
