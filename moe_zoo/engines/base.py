@@ -24,6 +24,7 @@ from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.ops.balance import bias_step
 from moe_zoo.ops.documents import IGNORED, PackedRows
 from moe_zoo.parallel.build import PlacedModel
+from moe_zoo.parallel.recompute import recompute_blocks
 from moe_zoo.spec.errors import MoeZooError
 from moe_zoo.spec.recipe import Recipe
 
@@ -68,6 +69,7 @@ class Engine(abc.ABC):
     def __init__(self, placed: PlacedModel, mesh: Mesh, recipe: Recipe):
         self.module, self.placements = placed
         self.mesh, self.recipe = mesh, recipe
+        recompute_blocks(self.module, recipe.parallel.recompute)
         self.objective = Objective(recipe, mesh.stage_group)
         self.named = self.module.global_names(self.module.named_parameters())
         self.routers = [layer.router for layer in self.module.modules() if isinstance(layer, MoELayer)]

@@ -77,6 +77,7 @@ class Parallel(Section):
     ep: Count | Literal["auto"] = "auto"  # auto: the largest divisor of num_experts that divides the ranks of a node
     engine: Literal["auto", "deepspeed", "fsdp"] = "auto"
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 3
+    recompute: CountOrZero = 0  # every so many blocks runs its forward again in backward; 0 none, 1 all of them
     gather: Literal["layer", "step"] = "layer"  # stage 3: weights gathered for each use, or once for a whole step
 
 

@@ -22,6 +22,14 @@ def test_weights_gathered_once_for_a_step_change_nothing(engine):
     check(make_recipe(parallel__engine=engine, parallel__gather="step", parallel__ep=2), world_size=4)
 
 
+@pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
+def test_blocks_that_run_twice_change_nothing(engine, zero_stage):
+    recipe = make_recipe(
+        parallel__engine=engine, parallel__zero_stage=zero_stage, parallel__recompute=1, parallel__ep=2
+    )
+    check(recipe, world_size=2)
+
+
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 def test_ranks_whose_experts_get_no_token_do_not_hang(engine):
     recipe = make_recipe(parallel__engine=engine, parallel__ep=4, model__moe__router={"num_experts": 8, "top_k": 2})

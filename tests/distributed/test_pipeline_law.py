@@ -35,6 +35,12 @@ def test_weights_gathered_once_allow_a_split_backward_under_zero_3():
     check(pipeline_recipe("deepspeed", "ZBVZeroBubble", parallel__gather="step"), world_size=4)
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_blocks_that_run_twice_change_nothing(engine, schedule):
+    check(pipeline_recipe(engine, schedule, parallel__recompute=2), world_size=4)
+
+
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 @pytest.mark.parametrize("scope", ["sequence", "global_batch"])
 def test_the_scope_of_balance_crosses_stages(engine, scope):
