@@ -155,6 +155,7 @@ class Recipe(Section):
         _check_batch(self.train)
         _check_schedule(self.optim, self.train.steps)
         _check_balance(self.balance, self.model)
+        _check_precision(self.precision)
         return self
 
 
@@ -183,6 +184,14 @@ def _check_schedule(optim: Optim, steps: int) -> None:
         raise RecipeError(
             f"optim.decay_steps: {optim.decay_steps}; with warmup_steps = {optim.warmup_steps} it must fit in "
             f"train.steps = {steps}; try {steps - optim.warmup_steps}"
+        )
+
+
+def _check_precision(precision: Precision) -> None:
+    if precision.reduce == "bf16" and precision.compute == "fp32":
+        raise RecipeError(
+            "precision.reduce: bf16; gradients of fp32 products are summed in fp32; set it to fp32, or "
+            "precision.compute to bf16"
         )
 
 

@@ -22,6 +22,11 @@ data: {path: data/x, tokenizer: tokenizers/x, seq_len: 16}
 train: {steps: 100, global_batch: 8}
 optim: {lr: 3e-4, warmup_steps: 5}
 log: {wandb: off}
+        (
+            "precision.reduce=bf16",
+            "precision.reduce: bf16; gradients of fp32 products are summed in fp32; set it to fp32, or precision.compute to "
+            "bf16",
+        ),
 """
 
 
