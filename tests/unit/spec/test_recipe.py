@@ -22,11 +22,6 @@ data: {path: data/x, tokenizer: tokenizers/x, seq_len: 16}
 train: {steps: 100, global_batch: 8}
 optim: {lr: 3e-4, warmup_steps: 5}
 log: {wandb: off}
-        (
-            "precision.reduce=bf16",
-            "precision.reduce: bf16; gradients of fp32 products are summed in fp32; set it to fp32, or precision.compute to "
-            "bf16",
-        ),
 """
 
 
@@ -130,6 +125,11 @@ def test_a_parent_that_is_missing_is_named(tmp_path):
         ("name=a/b", 'name: "a/b"; may hold letters, digits and . _ -, and starts with no sign; rename it'),
         ("train=5", "train: 5; must be a group of keys; indent its keys below it"),
         ("model.preset=swich-lm-test", "model.preset: 'swich-lm-test'; unknown preset; did you mean 'switch-lm-test'?"),
+        (
+            "precision.reduce=bf16",
+            "precision.reduce: bf16; gradients of fp32 products are summed in fp32; set it to fp32, or precision.compute to "
+            "bf16",
+        ),
         ("balance.method=bias", "balance.method: bias; moves model.moe.router.selection_bias, which is off; set it to true"),
         ("optim.warmup_steps=100", "optim.warmup_steps: 100; must be below train.steps = 100; try 10"),
         (
