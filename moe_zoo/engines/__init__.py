@@ -22,6 +22,11 @@ def engine_name(recipe: Recipe) -> str:
         )
     if name == "fsdp" and zero < 2:
         raise PlanError(f"parallel.zero_stage: {zero}; engine fsdp shards at stages 2 and 3; set one of them")
+    if recipe.parallel.offload != "none" and (name == "fsdp" or zero == 0):
+        raise PlanError(
+            f"parallel.offload: {recipe.parallel.offload}; engine deepspeed offloads at stages 1 to 3, this is {name} at "
+            f"stage {zero}; set parallel.offload to none, or those"
+        )
     if name == "deepspeed" and zero < 2 and recipe.precision.compute == "bf16":
         raise PlanError(
             f"parallel.zero_stage: {zero}; DeepSpeed keeps fp32 gradients of a bf16 model at stages 2 and 3 only; "

@@ -56,6 +56,7 @@ class DeepSpeedEngine(Engine):
     def __init__(self, placed: PlacedModel, mesh: Mesh, recipe: Recipe):
         super().__init__(placed, mesh, recipe)
         self.stage, self.factor = recipe.parallel.zero_stage, float(mesh.dp)
+        self.offloads = recipe.parallel.offload == "optimizer"
         self._tag()
         self.optimizer = make_adamw(self.named, self.placements, recipe.optim)
         for group in self.optimizer.param_groups:
@@ -65,6 +66,8 @@ class DeepSpeedEngine(Engine):
         initial = {name: param.detach().clone().view(-1) for name, param in self.named.items() if is_narrow}
         self._initialize()
         self.zero = self.engine.optimizer
+        is_offloaded = getattr(self.zero, "offload_optimizer", False) or getattr(self.zero, "cpu_offload", False)
+        assert bool(is_offloaded) == self.offloads  # its own zero_cpu_offload() answers otherwise for some devices
         if mesh.pp > 1:
             gathers_once = recipe.parallel.gather == "step"
             self.pipeline = Pipeline(
@@ -145,6 +148,8 @@ class DeepSpeedEngine(Engine):
             "stage3_prefetch_bucket_size": 0,
             "stage3_max_reuse_distance": 0,
         }
+        if self.offloads:
+            zero["offload_optimizer"] = {"device": "cpu"}
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,  # micro-batches are ours: DeepSpeed sees one step
@@ -170,6 +175,9 @@ class DeepSpeedEngine(Engine):
             return
         if self.stage == 3:  # else a parameter without gradient in this step is given that of an older one
             self.zero.grad_partitions_flat_buffer.zero_()
+            for flat in self.zero.fp32_partitioned_groups_flat if self.offloads else ():
+                if flat.grad is not None:
+                    flat.grad.zero_()
         with self.engine.coalesce_grad_reduction():
             if self.stage == 3 and self.recipe.parallel.gather == "step":
                 self._gather_all()
@@ -188,11 +196,19 @@ class DeepSpeedEngine(Engine):
 
     def _norm(self) -> Tensor:
         """Shards are disjoint over the world, so the norm is one sum over it; whole gradients count by their share."""
-        if self.stage:
-            squares = [grad.float().square().sum() for group in self.zero.averaged_gradients.values() for grad in group]
-        else:
+        if not self.stage:
             squares = [param.grad.float().square().sum() / self._replicas(name) for name, param in self.named.items()]
-        return self._checked(sum_over(torch.stack(squares).sum(), None).sqrt())
+        else:
+            squares = [shard.float().square().sum() for shard in self._gradient_shards()]
+        square = torch.stack([square.to(self.mesh.device) for square in squares]).sum()
+        return self._checked(sum_over(square, None).sqrt())
+
+    def _gradient_shards(self) -> list[Tensor]:
+        if not self.offloads:
+            return [grad for group in self.zero.averaged_gradients.values() for grad in group]
+        if self.stage == 3:  # norms are kept of what went to the host
+            return list(self.zero.norm_for_param_grads.values())
+        return [flat.grad for flat in self.zero.single_partition_of_fp32_groups]
 
     def _clip_whole_gradients(self) -> None:
         norm = self._norm()

@@ -78,6 +78,7 @@ class Parallel(Section):
     engine: Literal["auto", "deepspeed", "fsdp"] = "auto"
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 3
     recompute: CountOrZero = 0  # every so many blocks runs its forward again in backward; 0 none, 1 all of them
+    offload: Literal["none", "optimizer"] = "none"  # keep master weights and moments in host memory, and step there
     gather: Literal["layer", "step"] = "layer"  # stage 3: weights gathered for each use, or once for a whole step
 
 

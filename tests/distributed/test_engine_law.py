@@ -30,6 +30,14 @@ def test_blocks_that_run_twice_change_nothing(engine, zero_stage):
     check(recipe, world_size=2)
 
 
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_an_optimizer_in_host_memory_takes_the_same_steps(zero_stage):
+    recipe = make_recipe(
+        parallel__engine="deepspeed", parallel__zero_stage=zero_stage, parallel__offload="optimizer", parallel__ep=2
+    )
+    check(recipe, world_size=4)
+
+
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 def test_ranks_whose_experts_get_no_token_do_not_hang(engine):
     recipe = make_recipe(parallel__engine=engine, parallel__ep=4, model__moe__router={"num_experts": 8, "top_k": 2})

@@ -31,6 +31,10 @@ def test_the_other_zero_stages(zero_stage):
     check(pipeline_recipe("deepspeed", "1F1B", zero_stage), world_size=4)
 
 
+def test_an_optimizer_in_host_memory_takes_the_same_steps():
+    check(pipeline_recipe("deepspeed", "1F1B", parallel__offload="optimizer"), world_size=4)
+
+
 def test_weights_gathered_once_allow_a_split_backward_under_zero_3():
     check(pipeline_recipe("deepspeed", "ZBVZeroBubble", parallel__gather="step"), world_size=4)
 

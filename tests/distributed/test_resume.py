@@ -32,6 +32,14 @@ def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(run_values, tmp_path,
     assert losses(unbroken) == losses(resumed)
 
 
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_an_optimizer_in_host_memory_resumes_bit_for_bit(run_values, tmp_path, zero_stage):
+    values = run_values | {"parallel": {"engine": "deepspeed", "zero_stage": zero_stage, "offload": "optimizer"}}
+    unbroken = Path(on_ranks(values))
+    resumed = Path(on_ranks(moved(values, tmp_path, keep_step=3)))
+    assert_same_bits(state(unbroken, 6), state(resumed, 6))
+
+
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 def test_a_pipeline_evaluates_samples_saves_and_resumes_bit_for_bit(run_values, tmp_path, engine):
     values = run_values | {"parallel": {"engine": engine, "pp": 2}}
