@@ -73,11 +73,11 @@ def train(recipe: RecipePath, overrides: Overrides = None, processes: Processes 
 @app.command(epilog="Example: moe-zoo prepare recipes/tiny/switch_lm.yaml")
 def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Tokenize the recipe's corpus into the shards that training reads; done once, resumed if interrupted."""
-    from data_pipelines.prepare import PrepareSpec
-    from data_pipelines.prepare import prepare as run
+    from rich.console import Console
 
-    data = load_recipe(recipe, overrides or ()).data
-    made = run(PrepareSpec(source=data.source, tokenizer=data.tokenizer, output=data.path, seq_len=data.seq_len))
+    from moe_zoo.train.preparation import prepare_data
+
+    made = prepare_data(load_recipe(recipe, overrides or ()), Console(stderr=True))
     text = f"{made.url}: {made.train_tokens:,} training and {made.valid_tokens:,} held-out tokens"
     _print(made._asdict(), text, as_json)
 

@@ -8,16 +8,15 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from data_pipelines import Baselines, PrepareSpec, load_tokenizer, ngram_baselines, prepare
+from data_pipelines import Baselines, load_tokenizer, ngram_baselines
 from moe_zoo.spec.errors import MoeZooError
 from moe_zoo.spec.recipe import Recipe
 from moe_zoo.spec.recipe_file import load_recipe
+from moe_zoo.train.preparation import prepare_data
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE, LAUNCH = Path("recipes/tiny/switch_lm.yaml"), Path("recipes/launch/cpu_x2.yaml")
@@ -50,21 +49,10 @@ def run_demo(overrides: Sequence[str] = ()) -> None:
 
 
 def _prepare(recipe: Recipe, console: Console) -> None:
-    data = recipe.data
-    spec = PrepareSpec(source=data.source, tokenizer=data.tokenizer, output=data.path, seq_len=data.seq_len)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        tasks: dict[str, Any] = {}
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = progress.add_task(stage, total=total)
-            progress.update(tasks[stage], completed=done, total=total)
-
-        made = prepare(spec, show)
+    made = prepare_data(recipe, console)
     console.print(
         f"data: {made.num_documents:,} files of Python's standard library, {made.train_tokens:,} training and "
-        f"{made.valid_tokens:,} held-out tokens ({made.bytes_per_token:.2f} bytes each) in {data.path}"
+        f"{made.valid_tokens:,} held-out tokens ({made.bytes_per_token:.2f} bytes each) in {recipe.data.path}"
     )
 
 

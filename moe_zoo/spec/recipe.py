@@ -37,6 +37,8 @@ class Data(Section):
     source: Text = "stdlib"  # the text they are made of: Python's own library, or a folder of text files
     tokenizer: Text  # folder
     seq_len: Count
+    heldout_percent: Annotated[int, Field(ge=1, le=50)] = 5  # of the files, for validation; read by moe-zoo prepare
+    cache: Text | None = None  # folder for blocks of a remote path, shared by the ranks of a node
 
 
 class Train(Section):
@@ -64,7 +66,7 @@ class Optim(Section):
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     warmup_steps: CountOrZero = 0
     decay_steps: CountOrZero = 0  # wsd: the last steps, in which the rate falls
-    min_lr_ratio: Fraction = 0.1  # last learning rate over lr
+    min_lr_ratio: Fraction = 0.1  # where the schedule ends, over lr
 
 
 class Parallel(Section):

@@ -32,6 +32,7 @@ class Feed:
             dp=mesh.dp,
             dp_rank=mesh.dp_rank,
             position=self.first_position,
+            cache_dir=recipe.data.cache,
         )
         self.seed, self.step = train.seed, step
         self.path, self.global_batch = recipe.data.path, train.global_batch

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,9 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             kept = [line for line in path.read_text().splitlines() if _step_of(line) <= first_step]
-            path.write_text("".join(f"{line}\n" for line in kept))
+            shorter = path.with_suffix(".tmp")
+            shorter.write_text("".join(f"{line}\n" for line in kept))
+            shorter.replace(path)
         self.file = open(path, "a")
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -95,10 +96,16 @@ class WandbRun:
             raise RecipeError(
                 f"log.wandb: {recipe.log.wandb}; wandb is not installed; pip install wandb, or log.wandb=off"
             ) from None
-        os.environ.setdefault("WANDB_SILENT", "true")
         mode = recipe.log.wandb
         try:
-            self.run = wandb.init(project="moe-zoo", name=recipe.name, dir=folder, mode=mode, config=recipe.to_dict())
+            self.run = wandb.init(
+                project="moe-zoo",
+                name=recipe.name,
+                dir=folder,
+                mode=mode,
+                config=recipe.to_dict(),
+                settings=wandb.Settings(silent=True),
+            )
         except wandb.Error as error:
             reason = " ".join(str(error).split())
             raise RecipeError(f"log.wandb: {mode}; wandb says: {reason}; mend that, or set log.wandb=offline") from None

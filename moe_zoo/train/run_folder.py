@@ -3,6 +3,7 @@
 runs/<name>/recipe.yaml  metrics.jsonl  checkpoints/step-00000050/  model/
 """
 
+import fcntl
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,24 @@ class RunFolder:
         self.recipe = recipe
         self.path = Path(recipe.log.folder) / recipe.name
         self.logs: list[MetricsFile | WandbRun] = []
+
+    def claim(self, cleanup: ExitStack) -> None:
+        """Hold the folder until the run ends: two runs in one would tear each other's files. Collective."""
+
+        def lock() -> None:
+            with self._usable():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                file = open(self.path.parent / f".{self.path.name}.lock", "w")
+                cleanup.callback(file.close)  # which gives the lock back, as does the death of the process
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise RecipeError(
+                        f"log.folder: {self.path}; another run is writing there; wait for it, or give this one another "
+                        f"name"
+                    ) from None
+
+        first_rank_decides(lock)
 
     def find_checkpoint(self) -> Checkpoint | None:
         """The one to resume from, if there is one and the recipe wants it. Collective."""

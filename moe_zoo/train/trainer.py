@@ -40,6 +40,7 @@ class Run:
 
     def __init__(self, recipe: Recipe, mesh: Mesh, cleanup: ExitStack):
         self.recipe, self.mesh, self.folder = recipe, mesh, RunFolder(recipe)
+        self.folder.claim(cleanup)
         checkpoint = self.folder.find_checkpoint()
         self.step = checkpoint.step if checkpoint else 0
         self.feed = self._open_feed(checkpoint, cleanup)

@@ -1,5 +1,6 @@
 """A run that stopped and resumed is the unbroken run; what is damaged is named and never believed."""
 
+import fcntl
 import json
 import resource
 import shutil
@@ -8,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.spec.errors import CheckpointError, RecipeError
 from moe_zoo.train.checkpoint import Checkpoint
 from moe_zoo.train.checkpoint.format import digest
 from tests.helpers import assert_same_bits, losses, moved, on_ranks, run, state
@@ -175,3 +177,33 @@ def test_a_resumed_run_with_another_batch_size_repeats_and_skips_no_row(run_valu
     again = Path(on_ranks(values))
     positions = [Checkpoint(again / "checkpoints" / f"step-{s:08d}").stream["position"] for s in (3, 6)]
     assert positions == [3 * 8, 3 * 8 + 3 * 4]
+
+
+def refused_while_another_writes(values: dict) -> str:
+    """The lock that a run holds is held by somebody else."""
+    path = Path(values["log"]["folder"])
+    path.mkdir(parents=True, exist_ok=True)
+    with open(path / ".run.lock", "w") as other:
+        if dist.get_rank() == 0:
+            fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(RecipeError) as caught:
+            run(values)
+        return str(caught.value)
+
+
+def test_two_runs_do_not_write_one_folder(run_values):
+    text = on_ranks(run_values, body=refused_while_another_writes)
+    folder = Path(run_values["log"]["folder"]) / "run"
+    assert text == (f"log.folder: {folder}; another run is writing there; wait for it, or give this one another name")
+    assert not folder.exists()
+    on_ranks(run_values)  # the other has ended: its lock went with it
+
+
+def test_a_checkpoint_of_another_version_is_named(run_values):
+    folder = Path(on_ranks(run_values)) / "checkpoints" / "step-00000006"
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    manifest.pop("sha256")
+    manifest["recipe"]["train"]["a_key_of_another_version"] = 1
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": digest(manifest)}))
+    with pytest.raises(CheckpointError, match=r"step-00000006: its recipe is of another version of moe-zoo .*a_key_of"):
+        Checkpoint(folder)

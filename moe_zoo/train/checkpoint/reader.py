@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from moe_zoo.spec.architecture import Architecture
-from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.spec.errors import CheckpointError, RecipeError
 from moe_zoo.spec.recipe import Recipe
 from moe_zoo.train.checkpoint.format import FORMAT, ITEM_BYTES, MANIFEST, Chunk, digest, step_of
 
@@ -24,7 +24,13 @@ class Checkpoint:
         manifest = self._read_manifest()
         self.step: int = manifest["step"]
         self.stream: dict[str, Any] | None = manifest.get("stream")  # where the data stood
-        self.recipe = Recipe.from_dict(manifest["recipe"])
+        try:
+            self.recipe = Recipe.from_dict(manifest["recipe"])
+        except RecipeError as error:
+            raise CheckpointError(
+                f"checkpoint {folder}: its recipe is of another version of moe-zoo ({error}); use that version to resume "
+                f"or export it"
+            ) from None
         self.chunks: dict[tuple[str, str], list[tuple[Chunk, str]]] = {}
         for table in manifest["tables"]:
             self._read_table(table)
