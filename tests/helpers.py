@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -56,3 +58,18 @@ def losses(folder: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == len({row["step"] for row in rows})
     return {row["step"]: row["train/loss"] for row in rows}
+
+
+def run_where_moe_zoo_is_not_installed(script: str, folder: Path) -> None:
+    """Run Python in another process, in ``folder``, to which our packages do not exist and no hub answers."""
+    absent = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("moe_zoo", "data_pipelines"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+"""
+    env = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", absent + script], capture_output=True, text=True, env=env, cwd=folder)
+    assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moe_zoo
 from moe_zoo.models.generation import generate_text
+from tests.helpers import run_where_moe_zoo_is_not_installed
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["train.steps=4", "train.global_batch=4", "train.eval_rows=8", "train.eval_every=0", "optim.warmup_steps=1"]
@@ -54,12 +55,6 @@ def test_its_model_comes_back_through_every_door(demo, tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(model_folder)(ids).logits, expected)
     torch.save(expected, tmp_path / "expected.pt")
     script = f"""
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("moe_zoo", "data_pipelines"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Absent())
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({str(model_folder)!r}, trust_remote_code=True)
@@ -67,9 +62,7 @@ torch.testing.assert_close(model(torch.tensor({ids.tolist()})).logits, torch.loa
 tokenizer = AutoTokenizer.from_pretrained({str(model_folder)!r})
 assert tokenizer.decode(tokenizer.encode("def f(x):", add_special_tokens=False)) == "def f(x):"
 """
-    env = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PATH": ""}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_where_moe_zoo_is_not_installed(script, tmp_path)
 
 
 def test_its_tokenizer_stands_beside_it_and_text_comes_out(demo):

@@ -16,6 +16,7 @@ from moe_zoo.models.hub import from_architecture
 from moe_zoo.models.init import initialize
 from moe_zoo.models.remote_code import bundle
 from moe_zoo.spec.errors import CheckpointError
+from tests.helpers import run_where_moe_zoo_is_not_installed
 
 IDS = torch.tensor([[5, 9, 13, 21, 7, 6], [30, 31, 32, 33, 8, 4]])
 
@@ -44,12 +45,6 @@ def test_it_loads_where_moe_zoo_is_not_installed(saved, tmp_path):
     model, folder = saved
     torch.save(model(IDS).logits, tmp_path / "expected.pt")
     script = f"""
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("moe_zoo", "data_pipelines"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Absent())
 import torch
 from transformers import AutoModelForCausalLM
 model, notes = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True, output_loading_info=True)
@@ -58,9 +53,7 @@ logits = model.eval()(torch.tensor({IDS.tolist()})).logits
 torch.testing.assert_close(logits, torch.load({str(tmp_path / "expected.pt")!r}))
 model.save_pretrained({str(tmp_path / "again")!r})
 """
-    env = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "PATH": ""}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_where_moe_zoo_is_not_installed(script, tmp_path)
     name = "modeling_moe_zoo.py"
     assert (tmp_path / "again" / name).read_text() == (folder / name).read_text()
 
