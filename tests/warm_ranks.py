@@ -57,10 +57,10 @@ class Launch:
             process.start()
             self.ranks.append(process)
 
-    def when_told(self, text: str, number: int) -> "Launch":
-        """Send a signal to every rank once ``text`` stands on stdout."""
+    def when_told(self, text: str, number: int, ranks: slice = slice(None)) -> "Launch":
+        """Send a signal to every rank, or to some, once ``text`` stands on stdout."""
         _until(lambda: text in self.out.read_text() or not all(rank.is_alive() for rank in self.ranks))
-        for rank in self.ranks:
+        for rank in self.ranks[ranks]:
             os.kill(rank.pid, number)
         return self
 

@@ -6,6 +6,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 T = TypeVar("T")
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out")
 
 
 def first_rank_decides(task: Callable[[], T]) -> T:
@@ -20,6 +21,17 @@ def first_rank_decides(task: Callable[[], T]) -> T:
     if isinstance(answer[0], Exception):
         raise answer[0]
     return cast(T, answer[0])
+
+
+def lost_peer(error: RuntimeError) -> str | None:
+    """What a failed collective says of another rank, in one line; None if the error is of another kind.
+
+    gloo raises plain RuntimeErrors: "Connection closed by peer" of a rank that died, "Timed out" of one that hangs.
+    """
+    text = str(error)
+    if not isinstance(error, dist.DistError) and not any(sign in text for sign in LOST_PEER):
+        return None
+    return "did not answer in time" if "imed out" in text else "ended"
 
 
 def raise_everywhere(error: Exception | None) -> None:

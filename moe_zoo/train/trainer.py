@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from data_pipelines import DataError
-from moe_zoo.comm.agree import first_rank_decides, raise_everywhere
+from moe_zoo.comm.agree import first_rank_decides, lost_peer, raise_everywhere
 from moe_zoo.comm.launch import World, init_process_group
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines import MicroBatch, engine_name, make_engine
@@ -32,7 +32,16 @@ def train(recipe: Recipe, world: World) -> Path:
     engine_name(recipe)  # refuse what cannot be before anything starts
     device = init_process_group(world, TIMEOUT_S)
     with ExitStack() as cleanup:
-        return Run(recipe, Mesh(layout, device), cleanup).to_end()
+        run = Run(recipe, Mesh(layout, device), cleanup)
+        try:
+            return run.to_end()
+        except RuntimeError as error:
+            if (what := lost_peer(error)) is None:
+                raise
+            raise MoeZooError(
+                f"train: rank {world.rank} waits in step {run.step + 1} for another rank, which {what}; its own message, "
+                f"or the log of what killed it, says why; the same command goes on from the last checkpoint"
+            ) from None
 
 
 class Run:

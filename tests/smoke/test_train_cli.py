@@ -137,6 +137,20 @@ def test_ctrl_c_on_the_ranks_saves_and_the_same_command_goes_on(runs, unbroken):
     assert_goes_on(runs, unbroken, stopped_after(ended.stdout))
 
 
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_the_ranks_that_outlive_a_killed_one_say_so_in_one_line(runs, engine):
+    one_by_one = [f"parallel.engine={engine}", "checkpoint.every=1"]
+    ended = runs.start(*one_by_one).when_told("step 2: saved", signal.SIGKILL, slice(1, 2)).end()
+    assert re.fullmatch(
+        r"error: train: rank 0 waits in step \d+ for another rank, which ended; its own message, or the log of what "
+        r"killed it, says why; the same command goes on from the last checkpoint\n",
+        ended.stderr,
+    ), ended.stderr
+    again = runs.run(*one_by_one)
+    assert (again.code, again.stderr) == (0, "")
+    assert int(re.search(r"resumed after step (\d+)", again.stdout)[1]) >= 2
+
+
 def test_a_shard_that_is_corrupt_in_mid_run_costs_no_step(runs, data, unbroken):
     copy = runs.folder / "data"
     shutil.copytree(data, copy)
