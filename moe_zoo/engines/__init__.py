@@ -4,7 +4,8 @@ import sys
 from importlib.util import find_spec
 
 from moe_zoo.comm.mesh import Mesh
-from moe_zoo.engines.base import Engine, MicroBatch, Shard, StepStats
+from moe_zoo.engines.base import Engine, Shard, StepStats
+from moe_zoo.engines.batch import MicroBatch
 from moe_zoo.parallel.build import PlacedModel
 from moe_zoo.spec.errors import PlanError
 from moe_zoo.spec.recipe import Recipe

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from moe_zoo.comm.collectives import sum_over
 from moe_zoo.comm.mesh import Mesh
-from moe_zoo.engines.objective import LossParts, Objective, StepScale, token_loss_sum
+from moe_zoo.engines.batch import MicroBatch, StepScale
+from moe_zoo.engines.objective import LossParts, Objective, token_loss_sum
 from moe_zoo.engines.pipeline import Pipeline
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.layers.router import RouterStats
@@ -30,13 +31,6 @@ from moe_zoo.spec.recipe import Recipe
 
 STATE_KEYS = ("weight", "exp_avg", "exp_avg_sq")
 FetchState = Callable[[str, str, int, int], Tensor]  # (parameter, key, start, length) -> flat fp32 values
-
-
-class MicroBatch(NamedTuple):
-    """Rows of one forward on this rank, and the seeds of their jitter (None: no jitter)."""
-
-    rows: PackedRows
-    row_seeds: Tensor | None = None
 
 
 class Shard(NamedTuple):

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from moe_zoo.comm.collectives import sum_over
 from moe_zoo.comm.mesh import Mesh
-from moe_zoo.engines.base import STATE_KEYS, Engine, FetchState, MicroBatch, Shard
+from moe_zoo.engines.base import STATE_KEYS, Engine, FetchState, Shard
+from moe_zoo.engines.batch import MicroBatch
 from moe_zoo.engines.optimizer import make_adamw
 from moe_zoo.engines.pipeline import Pipeline
 from moe_zoo.models.decoder import DecoderOutput
@@ -71,7 +72,11 @@ class DeepSpeedEngine(Engine):
         if mesh.pp > 1:
             gathers_once = recipe.parallel.gather == "step"
             self.pipeline = Pipeline(
-                self,
+                self.module,
+                self.objective,
+                mesh,
+                recipe,
+                factor=self.factor,
                 wrap=lambda adapter: adapter,
                 call=self.engine if self.stage else self.engine.module,
                 splits_backward=self.stage < 3 or gathers_once,

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from moe_zoo.comm.collectives import sum_over
 from moe_zoo.comm.mesh import Mesh
-from moe_zoo.engines.base import STATE_KEYS, Engine, FetchState, MicroBatch, Shard
+from moe_zoo.engines.base import STATE_KEYS, Engine, FetchState, Shard
+from moe_zoo.engines.batch import MicroBatch
 from moe_zoo.engines.optimizer import make_adamw
 from moe_zoo.engines.pipeline import Pipeline
 from moe_zoo.models.decoder import DecoderOutput
@@ -32,7 +33,16 @@ class FSDPEngine(Engine):
         super().__init__(placed, mesh, recipe)
         self._shard()
         if mesh.pp > 1:  # torch's pipelining drives FSDP modules itself, and reduces once at the end
-            self.pipeline = Pipeline(self, wrap=self._shard_whole, call=None, splits_backward=True)
+            self.pipeline = Pipeline(
+                self.module,
+                self.objective,
+                mesh,
+                recipe,
+                factor=self.factor,
+                wrap=self._shard_whole,
+                call=None,
+                splits_backward=True,
+            )
         self.named = self.module.global_names(self.module.named_parameters())  # now DTensors
         self.optimizer = make_adamw(self.named, self.placements, recipe.optim)
 

@@ -11,21 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_zoo.comm.collectives import sum_over
+from moe_zoo.engines.batch import StepScale
 from moe_zoo.layers.router import RouterStats
 from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.ops.balance import balance_loss, pool_tokens, z_loss
 from moe_zoo.ops.documents import IGNORED
 from moe_zoo.spec.recipe import Recipe
-
-
-class StepScale(NamedTuple):
-    """Sizes of the global batch: what every local term is divided by."""
-
-    num_targets: int
-    total_tokens: int
-    seq_len: int
-    global_rows: int
-    micro_batches: int
 
 
 class LossParts(NamedTuple):

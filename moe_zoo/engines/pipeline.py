@@ -5,21 +5,20 @@ stages, no state on modules. Letters: L layers, E experts.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from moe_zoo.engines.objective import LossParts, Objective, StepScale, token_loss_sum
+from moe_zoo.comm.mesh import Mesh
+from moe_zoo.engines.batch import MicroBatch, StepScale
+from moe_zoo.engines.objective import LossParts, Objective, token_loss_sum
 from moe_zoo.layers.router import RouterStats
 from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.ops.documents import document_mask
-from moe_zoo.spec.layout import V_SHAPED
-
-if TYPE_CHECKING:
-    from moe_zoo.engines.base import Engine, MicroBatch
+from moe_zoo.parallel.build import RankStages
+from moe_zoo.spec.recipe import Recipe
 
 StageCall = Callable[..., DecoderOutput]  # (stage index, hidden or ids, positions, mask, row seeds)
 
@@ -66,14 +65,23 @@ class Pipeline:
     """The stages of this rank under one schedule."""
 
     def __init__(
-        self, engine: "Engine", wrap: Callable[[StageAdapter], nn.Module], call: StageCall | None, splits_backward: bool
+        self,
+        module: RankStages,
+        objective: Objective,
+        mesh: Mesh,
+        recipe: Recipe,
+        *,
+        factor: float,
+        wrap: Callable[[StageAdapter], nn.Module],
+        call: StageCall | None,
+        splits_backward: bool,
     ):
-        self.engine, self.mesh, self.recipe = engine, engine.mesh, engine.recipe
-        self.objective: Objective = engine.objective
-        layout = self.mesh.layout
+        """``factor`` is the engine's; ``wrap`` shards an adapter, ``call`` runs a stage by the engine (else directly)."""
+        self.objective, self.mesh, self.recipe, self.factor = objective, mesh, recipe, factor
+        layout = mesh.layout
         self.num_stages = layout.num_stages
         self.owner = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
-        stages = {int(index): stage for index, stage in engine.module.stages.items()}
+        stages = {int(index): stage for index, stage in module.stages.items()}
         self.adapters = {index: wrap(StageAdapter(index, self, call, stage)) for index, stage in stages.items()}
         self.is_last = self.num_stages - 1 in stages
         self.schedule = self._schedule(splits_backward)
@@ -84,7 +92,7 @@ class Pipeline:
 
     # ------------------------------------------------------------------ a training step
 
-    def backward(self, batch: list["MicroBatch"], scale: StepScale) -> tuple[list[LossParts], list[RouterStats]]:
+    def backward(self, batch: list[MicroBatch], scale: StepScale) -> tuple[list[LossParts], list[RouterStats]]:
         """Run the schedule. Parts and statistics hold what this rank's stages saw, layers in order."""
         self.step_counts = self._count(batch) if self.objective.needs_counting_pass(len(batch)) else {}
         self.scale, self.ledger = scale, []
@@ -115,11 +123,11 @@ class Pipeline:
         added, balance, z = self.objective.routing(output, self.scale, self.step_counts.get(index))
         detached = RouterStats(*(value.detach().sum(1) for value in output.stats))
         self.ledger.append((index, detached, LossParts(added.detach(), torch.zeros_like(z), balance, z)))
-        return _AttachLoss.apply(output.logits, added * self.engine.factor)
+        return _AttachLoss.apply(output.logits, added * self.factor)
 
     def _parts(self, losses: list[Tensor]) -> list[LossParts]:
         zero = torch.zeros((), device=self.mesh.device)
-        tokens = [LossParts(loss.detach(), loss.detach() / self.engine.factor, zero, zero) for loss in losses]
+        tokens = [LossParts(loss.detach(), loss.detach() / self.factor, zero, zero) for loss in losses]
         return [*tokens, *(parts for _, _, parts in self.ledger)] or [LossParts(zero, zero, zero, zero)]
 
     def _stats(self) -> list[RouterStats]:
@@ -131,7 +139,7 @@ class Pipeline:
         return [RouterStats(*map(torch.cat, zip(*summed, strict=True)))] if summed else []
 
     def _token_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return token_loss_sum(logits, targets) * self.engine.factor / self.scale.num_targets
+        return token_loss_sum(logits, targets) * self.factor / self.scale.num_targets
 
     def _schedule(self, splits_backward: bool):
         recipe, mesh = self.recipe, self.mesh
@@ -166,7 +174,7 @@ class Pipeline:
     # ------------------------------------------------------------------ forward alone
 
     @torch.no_grad()
-    def forward(self, micro: "MicroBatch") -> Tensor | None:
+    def forward(self, micro: MicroBatch) -> Tensor | None:
         """Rows through all stages, one after the other; logits on the ranks that hold the last one, else None."""
         rows, x = micro.rows, micro.rows.input_ids
         width = self.recipe.model.d_model
@@ -189,12 +197,9 @@ class Pipeline:
     def _wire_dtype(self) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.recipe.precision.compute]
 
-    def _count(self, batch: list["MicroBatch"]) -> dict[int, Tensor]:
+    def _count(self, batch: list[MicroBatch]) -> dict[int, Tensor]:
         """Counts of the whole step per stage, before its first backward."""
         self.seen = {}
         for micro in batch:
             self.forward(micro)
         return {index: self.objective.pooled_counts(self.seen[index]) for index in sorted(self.seen)}
-
-
-assert set(V_SHAPED) <= {"ZBVZeroBubble", "DualPipeV"}
