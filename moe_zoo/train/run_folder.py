@@ -32,7 +32,8 @@ class RunFolder:
 
         def lock() -> None:
             with self._usable():
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+                if not self.path.parent.exists():
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
                 file = open(self.path.parent / f".{self.path.name}.lock", "w")
                 cleanup.callback(file.close)  # which gives the lock back, as does the death of the process
                 try:
