@@ -18,7 +18,7 @@ from moe_zoo.comm.collectives import sum_over
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.batch import MicroBatch, StepScale
 from moe_zoo.engines.objective import LossParts, Objective, token_loss_sum
-from moe_zoo.engines.pipeline import Pipeline
+from moe_zoo.engines.pipeline import Pipeline, StageAdapter, StageCall
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.layers.router import RouterStats
 from moe_zoo.models.decoder import DecoderOutput
@@ -148,6 +148,22 @@ class Engine(abc.ABC):
     def _window(self) -> Iterator[None]:
         """Around all micro-batches of a step; gradients are reduced when it closes."""
         yield
+
+    def _build_pipeline(
+        self, *, wrap: Callable[[StageAdapter], nn.Module], call: StageCall | None, splits_backward: bool
+    ) -> None:
+        """Once the stages are sharded, where there is more than one."""
+        if self.mesh.pp > 1:
+            self.pipeline = Pipeline(
+                self.module,
+                self.objective,
+                self.mesh,
+                self.recipe,
+                factor=self.factor,
+                wrap=wrap,
+                call=call,
+                splits_backward=splits_backward,
+            )
 
     def _begin(self, is_last: bool) -> None:
         """Before each micro-batch."""

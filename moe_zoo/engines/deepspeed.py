@@ -31,7 +31,6 @@ from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.base import STATE_KEYS, Engine, FetchState, Shard
 from moe_zoo.engines.batch import MicroBatch
 from moe_zoo.engines.optimizer import make_adamw
-from moe_zoo.engines.pipeline import Pipeline
 from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.parallel.build import PlacedModel
 from moe_zoo.spec.recipe import Recipe
@@ -69,23 +68,14 @@ class DeepSpeedEngine(Engine):
         self.zero = self.engine.optimizer
         is_offloaded = getattr(self.zero, "offload_optimizer", False) or getattr(self.zero, "cpu_offload", False)
         assert bool(is_offloaded) == self.offloads  # its own zero_cpu_offload() answers otherwise for some devices
-        if mesh.pp > 1:
-            gathers_once = recipe.parallel.gather == "step"
-            self.pipeline = Pipeline(
-                self.module,
-                self.objective,
-                mesh,
-                recipe,
-                factor=self.factor,
-                wrap=lambda adapter: adapter,
-                call=self.engine if self.stage else self.engine.module,
-                splits_backward=self.stage < 3 or gathers_once,
-            )
+        self.runner = self.engine if self.stage else self.engine.module  # at stage 0 it refuses a backward of ours
+        keeps_weights = self.stage < 3 or recipe.parallel.gather == "step"
+        self._build_pipeline(wrap=lambda adapter: adapter, call=self.runner, splits_backward=keeps_weights)
         if is_narrow:
             self._restore_bits(initial)
 
     def forward(self, micro: MicroBatch) -> DecoderOutput:
-        return self._call(self.engine if self.stage else self.engine.module, micro)
+        return self._call(self.runner, micro)
 
     def update(self, lr: float) -> float:
         for group in self.optimizer.param_groups:

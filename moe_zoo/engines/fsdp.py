@@ -18,7 +18,6 @@ from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.base import STATE_KEYS, Engine, FetchState, Shard
 from moe_zoo.engines.batch import MicroBatch
 from moe_zoo.engines.optimizer import make_adamw
-from moe_zoo.engines.pipeline import Pipeline
 from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.parallel.build import PlacedModel
 from moe_zoo.spec.recipe import Recipe
@@ -32,17 +31,8 @@ class FSDPEngine(Engine):
     def __init__(self, placed: PlacedModel, mesh: Mesh, recipe: Recipe):
         super().__init__(placed, mesh, recipe)
         self._shard()
-        if mesh.pp > 1:  # torch's pipelining drives FSDP modules itself, and reduces once at the end
-            self.pipeline = Pipeline(
-                self.module,
-                self.objective,
-                mesh,
-                recipe,
-                factor=self.factor,
-                wrap=self._shard_whole,
-                call=None,
-                splits_backward=True,
-            )
+        # torch's pipelining drives FSDP modules itself, and reduces once at the end.
+        self._build_pipeline(wrap=self._shard_whole, call=None, splits_backward=True)
         self.named = self.module.global_names(self.module.named_parameters())  # now DTensors
         self.optimizer = make_adamw(self.named, self.placements, recipe.optim)
 

@@ -164,6 +164,8 @@ class Run:
         )
         if self.step:
             self.display.say(f"resumed after step {self.step}")
+        if self.step >= recipe.train.steps:
+            self.display.say(f"nothing is left of its {recipe.train.steps} steps; name=ANOTHER starts another run")
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -137,6 +137,13 @@ def test_ctrl_c_on_the_ranks_saves_and_the_same_command_goes_on(runs, unbroken):
     assert_goes_on(runs, unbroken, stopped_after(ended.stdout))
 
 
+def test_a_finished_run_says_that_nothing_is_left_of_it(runs, unbroken):
+    copy_stopped(unbroken, runs, STEPS)
+    ended = runs.run()
+    assert (ended.code, ended.stderr) == (0, "")
+    assert f"nothing is left of its {STEPS} steps; name=ANOTHER starts another run\n" in ended.stdout
+
+
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 def test_the_ranks_that_outlive_a_killed_one_say_so_in_one_line(runs, engine):
     one_by_one = [f"parallel.engine={engine}", "checkpoint.every=1"]
