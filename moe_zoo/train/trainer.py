@@ -159,7 +159,7 @@ class Run:
         engine = f"{engine_name(recipe)} zero_stage={recipe.parallel.zero_stage} {recipe.precision.compute}"
         pipeline = f"pp {layout.pp} ({layout.schedule}) x " if layout.pp > 1 else ""
         self.display.say(
-            f"{recipe.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active; {layout.world} ranks = "
+            f"{recipe.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active; {layout.world} rank{'s' * (layout.world > 1)} = "
             f"{pipeline}edp {layout.edp} x ep {layout.ep}; {engine} on {self.mesh.device.type}"
         )
         if self.step:
