@@ -111,7 +111,13 @@ def textbook_loss(recipe: Recipe, model: SparseDecoder, tokens: torch.Tensor, ro
         hidden, seeds = inputs
         noise = 1.0
         if router.jitter:
-            noise = 1 - router.jitter + 2 * router.jitter * uniform_noise(seeds, *hidden.shape[1:], salt=router.layer)
+            noise = (
+                1
+                - router.jitter
+                + 2
+                * router.jitter
+                * uniform_noise(seeds, torch.arange(hidden.shape[1]), hidden.shape[2], salt=router.layer)
+            )
         logits = ((hidden * noise) @ router.weight.t()).flatten(0, 1)
         scores = logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
         bias = 0 if router.selection_bias is None else router.selection_bias
@@ -180,7 +186,7 @@ def own_part(recipe: Recipe, mesh: Mesh, tokens: torch.Tensor, row_seeds: torch.
 
 def compare(engine, read, whole: dict[str, torch.Tensor], what: str) -> None:
     for name, placement in engine.placements.items():
-        expected = whole[name].chunk(placement.parts)[placement.index]
+        expected = placement.take(whole[placement.name])
         torch.testing.assert_close(
             read(name).view_as(expected), expected, rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{what} {n}: {m}"
         )

@@ -29,10 +29,6 @@ class Mesh:
         edp_group = _own_group(grid.transpose(1, 2).flatten(0, 1).tolist())
         self.replicas = {"stage": self.stage_group, "ep": edp_group}
 
-    def slice_of(self, kind: str) -> tuple[int, int]:
-        """(number of slices, own slice) of a parameter of this kind."""
-        return {"stage": (1, 0), "ep": (self.ep, self.ep_rank)}[kind]
-
 
 def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
     made = [dist.new_group(ranks) for ranks in rank_lists]

@@ -128,7 +128,7 @@ class DeepSpeedEngine(Engine):
         """DeepSpeed rounds the weights to bf16 before it copies them to its fp32 masters."""
 
         def fetch(name: str, key: str, start: int, length: int) -> Tensor:
-            offset = start - self.placements[name].start
+            offset = start - self.placements[name].run
             return initial[name][offset : offset + length] if key == "weight" else torch.zeros(length)
 
         self.load(fetch, num_steps=0)
@@ -223,7 +223,7 @@ class DeepSpeedEngine(Engine):
         return [
             Shard(
                 piece.name,
-                self.placements[piece.name].start + piece.start,
+                self.placements[piece.name].run + piece.start,
                 {key: values[piece.offset : piece.offset + piece.length] for key, values in state.items()},
             )
             for state, pieces in self._buffers()
@@ -235,11 +235,11 @@ class DeepSpeedEngine(Engine):
             return self._load_zero3(fetch, num_steps)
         for name, param in self.named.items():
             placement = self.placements[name]
-            param.data.copy_(fetch(name, "weight", placement.start, placement.numel).view_as(param))
+            param.data.copy_(fetch(name, "weight", placement.run, placement.numel).view_as(param))
         self._make_moments(num_steps)
         for state, pieces in self._buffers(is_loading=True):
             for piece in pieces:
-                start = self.placements[piece.name].start + piece.start
+                start = self.placements[piece.name].run + piece.start
                 for key, values in state.items():
                     values[piece.offset : piece.offset + piece.length] = fetch(piece.name, key, start, piece.length)
 
@@ -279,7 +279,7 @@ class DeepSpeedEngine(Engine):
         param = self.named[piece.name]
         tensors = {"weight": safe_get_local_fp32_param(param)}
         tensors |= {key: safe_get_local_optimizer_state(param, key) for key in MOMENTS}
-        start = self.placements[piece.name].start + piece.start
+        start = self.placements[piece.name].run + piece.start
         return Shard(piece.name, start, {key: values.view(-1)[: piece.length] for key, values in tensors.items()})
 
     def _load_zero3(self, fetch: FetchState, num_steps: int) -> None:
@@ -288,7 +288,7 @@ class DeepSpeedEngine(Engine):
             param = self.named[piece.name]
             for key in STATE_KEYS:
                 values = torch.zeros(param.partition_numel(), device=self.mesh.device)
-                start = self.placements[piece.name].start + piece.start
+                start = self.placements[piece.name].run + piece.start
                 values[: piece.length] = fetch(piece.name, key, start, piece.length)
                 if key == "weight":
                     safe_set_local_fp32_param(param, values)

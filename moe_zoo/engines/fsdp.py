@@ -122,7 +122,7 @@ class FSDPEngine(Engine):
             chunk = -(-param.shape[0] // dist.get_world_size(group))
             row = min(dist.get_rank(group) * chunk, param.shape[0])
             width = param.numel() // param.shape[0]
-            yield name, self.placements[name].start + row * width, param.to_local().numel()
+            yield name, self.placements[name].run + row * width, param.to_local().numel()
 
     def _local(self, name: str) -> dict[str, Tensor]:
         param = self.named[name]

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_zoo.layers.rows import RowShare, WholeRows
 from moe_zoo.ops.noise import uniform_noise
 from moe_zoo.ops.routing import choose_experts, count_per_row, expert_capacity, within_capacity
 
@@ -33,8 +34,10 @@ class TopKRouter(nn.Module):
 
     The gate runs in fp32 whatever the model's dtype: a bf16 softmax over thousands of experts cannot tell neighbours
     apart (Switch, arXiv:2101.03961, section 2.4). The module owns its weight directly, and uses it in its own
-    forward, as ZeRO-3 demands.
+    forward, as ZeRO-3 demands. ``moe_zoo.parallel`` swaps ``rows`` where rows are split over ranks.
     """
+
+    rows: RowShare
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class TopKRouter(nn.Module):
     ):
         super().__init__()
         self.num_experts, self.top_k, self.layer = num_experts, top_k, layer
+        self.rows = WholeRows()
         self.score, self.normalize, self.scale, self.jitter = score, normalize, scale, jitter
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
@@ -63,7 +67,8 @@ class TopKRouter(nn.Module):
         """``row_seeds`` (B,) make the jitter of each row; without them there is none."""
         x_BSD = hidden_BSD.to(torch.promote_types(hidden_BSD.dtype, torch.float32))
         if self.jitter and row_seeds is not None:
-            noise_BSD = uniform_noise(row_seeds, *x_BSD.shape[1:], salt=self.layer)
+            places = self.rows.places(x_BSD.shape[1], x_BSD.device)
+            noise_BSD = uniform_noise(row_seeds, places, x_BSD.shape[2], salt=self.layer)
             x_BSD = x_BSD * (1 - self.jitter + 2 * self.jitter * noise_BSD)
         logits_TE = F.linear(x_BSD, self.weight.to(x_BSD.dtype)).flatten(0, 1)
         choice = choose_experts(
@@ -82,9 +87,12 @@ class TopKRouter(nn.Module):
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         if factor is None:
             return experts_TK
-        capacity = expert_capacity(factor, len(experts_TK) // num_rows, self.top_k, self.num_experts)
-        kept_TK = within_capacity(experts_TK, num_rows, self.num_experts, capacity)
-        return experts_TK.where(kept_TK, self.num_experts)
+        experts_BSK = experts_TK.unflatten(0, (num_rows, -1))
+        whole_BSK = self.rows.gathered(experts_BSK)
+        capacity = expert_capacity(factor, whole_BSK.shape[1], self.top_k, self.num_experts)
+        kept_BSK = within_capacity(whole_BSK, self.num_experts, capacity)
+        own_BSK = kept_BSK[:, self.rows.places(experts_BSK.shape[1], experts_TK.device)]
+        return experts_TK.where(own_BSK.flatten(0, 1), self.num_experts)
 
     def _stats(self, logits_TE, choice, experts_TK, num_rows: int) -> RouterStats:
         logits_TE = logits_TE.to(choice.probs_TE.dtype)

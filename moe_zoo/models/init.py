@@ -6,30 +6,32 @@ import torch
 from torch import Tensor, nn
 
 from moe_zoo.models.decoder import SparseDecoder, init_std
+from moe_zoo.spec.architecture import Architecture
 
 
 def initialize(model: SparseDecoder, seed: int) -> SparseDecoder:
     """Fill every parameter of a whole model in place."""
     for name, param in model.named_parameters():
-        param.data.copy_(initial_slice(model, name, param, seed, first=0))
+        param.data.copy_(initial_values(model.architecture, name, param.shape, seed))
     return model
 
 
-def initial_slice(model: SparseDecoder, name: str, param: nn.Parameter, seed: int, first: int) -> Tensor:
-    """Initial fp32 values for the local slice ``param`` of ``name``, which begins at row ``first`` of dimension 0.
+def initial_values(
+    architecture: Architecture, name: str, shape: tuple[int, ...], seed: int, experts: range | None = None
+) -> Tensor:
+    """Initial fp32 values of parameter ``name`` of a whole model, of some ``experts`` alone where it is a stack.
 
-    An expert stack is drawn expert by expert, so a rank draws only its own; anything else is drawn whole.
+    A stack is drawn expert by expert, so a rank draws only its own; anything else is drawn whole.
     """
-    std = init_std(name, model.architecture)
+    std = init_std(name, architecture)
     if std is None:
-        return torch.zeros(param.shape) if name.endswith("bias") else torch.ones(param.shape)
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     if ".experts." not in name:
-        assert first == 0, name
-        return _normal(param.shape, std, seed, name)
-    return torch.stack([_normal(param.shape[1:], std, seed, f"{name}[{first + e}]") for e in range(len(param))])
+        return _normal(shape, std, seed, name)
+    return torch.stack([_normal(shape[1:], std, seed, f"{name}[{e}]") for e in experts or range(shape[0])])
 
 
-def _normal(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
+def _normal(shape: tuple[int, ...], std: float, seed: int, name: str) -> Tensor:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     values = torch.empty(shape)

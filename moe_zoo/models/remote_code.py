@@ -18,6 +18,7 @@ MODULES = (  # in the order of who needs whom
     "moe_zoo.layers.norm",
     "moe_zoo.layers.attention",
     "moe_zoo.layers.feed_forward",
+    "moe_zoo.layers.rows",
     "moe_zoo.layers.router",
     "moe_zoo.layers.experts",
     "moe_zoo.layers.dispatch",

@@ -10,9 +10,12 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 
 
-def uniform_noise(row_seeds: Tensor, num_positions: int, width: int, salt: int) -> Tensor:
-    """Uniform fp32 values in [0, 1) of shape (B, num_positions, width), one seed per row; ``salt`` names the layer."""
-    index_SD = torch.arange(num_positions * width, device=row_seeds.device).view(1, num_positions, width)
+def uniform_noise(row_seeds: Tensor, places: Tensor, width: int, salt: int) -> Tensor:
+    """Uniform fp32 values in [0, 1) of shape (B, S, width), one seed per row; ``salt`` names the layer.
+
+    ``places`` (S,) are the positions in the row: any part of a row gets the values it has in the whole.
+    """
+    index_SD = places[:, None] * width + torch.arange(width, device=row_seeds.device)
     keys_B11 = _mix(_mix(row_seeds.long()) + salt)[:, None, None]
     return (_mix(keys_B11 ^ _mix(index_SD)) >> 8).float() * 2.0**-24
 

@@ -50,19 +50,19 @@ def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int
     return math.ceil(factor * num_tokens * top_k / num_experts)
 
 
-def within_capacity(experts_TK: Tensor, num_rows: int, num_experts: int, capacity: int) -> Tensor:
-    """Mask (T, K) of the slots accepted when each expert takes ``capacity`` slots of each row.
+def within_capacity(experts_BSK: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Mask (B, S, K) of the slots accepted when each expert takes ``capacity`` slots of each row.
 
     First choices go before second ones, earlier tokens before later ones (GShard, arXiv:2006.16668, algorithm 1).
     The group is the row, so who is dropped does not depend on the layout.
     """
-    T, K = experts_TK.shape
-    rows_T = torch.arange(num_rows, device=experts_TK.device).repeat_interleave(T // num_rows, output_size=T)
-    keys_N = (rows_T[:, None] * num_experts + experts_TK).view(num_rows, -1, K).transpose(1, 2).flatten()
+    B, S, K = experts_BSK.shape
+    rows_B11 = torch.arange(B, device=experts_BSK.device)[:, None, None]
+    keys_N = (rows_B11 * num_experts + experts_BSK).transpose(1, 2).flatten()
     order_N = keys_N.argsort(stable=True)
-    counts = torch.zeros(num_rows * num_experts, dtype=torch.int64, device=keys_N.device)
+    counts = torch.zeros(B * num_experts, dtype=torch.int64, device=keys_N.device)
     counts.scatter_add_(0, keys_N, torch.ones_like(keys_N))
     starts = counts.cumsum(0) - counts
     place_N = torch.empty_like(keys_N)
     place_N[order_N] = torch.arange(len(keys_N), device=keys_N.device) - starts[keys_N[order_N]]
-    return (place_N < capacity).view(num_rows, K, -1).transpose(1, 2).reshape(T, K)
+    return (place_N < capacity).view(B, K, S).transpose(1, 2)

@@ -1,6 +1,7 @@
 """Build this rank's share of a model: on the meta device first, so that no rank ever holds the whole."""
 
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -10,8 +11,8 @@ from moe_zoo.comm.mesh import Mesh
 from moe_zoo.layers.dispatch import AllToAllDispatcher
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.models.decoder import DecoderOutput, SparseDecoder
-from moe_zoo.models.init import initial_slice
-from moe_zoo.parallel.placement import Placement
+from moe_zoo.models.init import initial_values
+from moe_zoo.parallel.placement import Cut, Placement, take
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.stages import cut_stages
 
@@ -57,9 +58,13 @@ def build_model(architecture: Architecture, mesh: Mesh, seed: int, seq_len: int 
 
 
 def _initial(model: SparseDecoder, placements: dict[str, Placement], seed: int) -> Callable[[str, Tensor], Tensor]:
-    def fill(name: str, param: Tensor) -> Tensor:
+    def fill(name: str, _: Tensor) -> Tensor:
         placement = placements[name]
-        return initial_slice(model, name, param, seed, first=placement.index * placement.rows)
+        first, *others = placement.cuts if ".experts." in name and placement.cuts else (None, *placement.cuts)
+        size = placement.local_shape[0]
+        experts = range(first.index * size, (first.index + 1) * size) if first else None
+        values = initial_values(model.architecture, placement.name, placement.shape, seed, experts)
+        return reduce(take, others, values).contiguous()
 
     return fill
 
@@ -69,9 +74,10 @@ def shard_experts(model: SparseDecoder, mesh: Mesh) -> dict[str, Placement]:
     is_split = mesh.ep > 1
     placements = {}
     for name, param in model.named_parameters():
-        kind = "ep" if is_split and ".experts." in name else "stage"
-        parts, index = mesh.slice_of(kind)
-        placements[name] = Placement(name, tuple(param.shape), kind, parts, index)
+        if is_split and ".experts." in name:
+            placements[name] = Placement(name, tuple(param.shape), "ep", (Cut(0, mesh.ep, mesh.ep_rank),))
+        else:
+            placements[name] = Placement(name, tuple(param.shape), "stage")
     for layer in filter(lambda module: isinstance(module, MoELayer), model.modules()):
         if is_split:
             layer.dispatcher = AllToAllDispatcher(layer.router.num_experts, mesh.ep_group)

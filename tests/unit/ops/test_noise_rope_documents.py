@@ -10,13 +10,13 @@ from moe_zoo.ops.rope import rotary_angles, rotate
 
 def test_noise_of_a_row_does_not_depend_on_its_neighbours():
     seeds = torch.tensor([5, 17, 99])
-    together = uniform_noise(seeds, 6, 4, salt=2)
-    assert torch.equal(together[1:2], uniform_noise(seeds[1:2], 6, 4, salt=2))
-    assert not torch.equal(together, uniform_noise(seeds, 6, 4, salt=3))
+    together = uniform_noise(seeds, torch.arange(6), 4, salt=2)
+    assert torch.equal(together[1:2], uniform_noise(seeds[1:2], torch.arange(6), 4, salt=2))
+    assert not torch.equal(together, uniform_noise(seeds, torch.arange(6), 4, salt=3))
 
 
 def test_noise_is_uniform():
-    values = uniform_noise(torch.arange(16), 64, 64, salt=0).flatten()
+    values = uniform_noise(torch.arange(16), torch.arange(64), 64, salt=0).flatten()
     assert abs(values.mean() - 0.5) < 5e-3 and abs(values.var() - 1 / 12) < 2e-3
     counts = torch.histc(values, 16, 0, 1) / len(values)
     assert (counts - 1 / 16).abs().max() < 4e-3  # four standard deviations

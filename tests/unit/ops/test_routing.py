@@ -39,7 +39,7 @@ def test_choice_equals_the_reference(score, normalize, with_bias):
 def test_capacity_drops_who_the_reference_drops(top_k, factor):
     chosen = chosen_TK(top_k)
     capacity = expert_capacity(factor, S, top_k, E)
-    kept = within_capacity(chosen, B, E, capacity)
+    kept = within_capacity(chosen.view(B, S, top_k), E, capacity).flatten(0, 1)
     truth = torch.tensor(reference.drop(chosen.view(B, S, top_k).tolist(), E, factor)).flatten(0, 1)
     assert torch.equal(chosen.where(kept, E), truth)
     assert not kept.all(), "the case must drop something"
