@@ -66,6 +66,16 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
+def exchange(value: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
+    """What rank ``peer`` of ``group`` has in place of ``value``, which it gets. No gradient."""
+    theirs = torch.empty_like(value)
+    sends = dist.P2POp(dist.isend, value.contiguous(), group=group, group_peer=peer)
+    receives = dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer)
+    for work in dist.batch_isend_irecv([sends, receives]):
+        work.wait()
+    return theirs
+
+
 def sum_over(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A summed copy of ``value`` over ``group`` (None: the world). No gradient."""
     total = value.detach().clone()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_zoo.comm.collectives import gather, sum_over
+from moe_zoo.comm.collectives import exchange, gather, sum_over
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.batch import MicroBatch, StepScale
 from moe_zoo.engines.objective import LossParts, Objective
@@ -68,6 +68,10 @@ class Engine(abc.ABC):
         self.split = RowSplit(mesh, recipe.parallel.context)
         self.objective = Objective(recipe, mesh)
         self.named = self.module.global_names(self.module.named_parameters())
+        # Of a tied vocabulary in a pipeline: its local names. The head is a copy, and counts neither in norm nor shards.
+        is_twice = recipe.model.tie_embeddings and mesh.pp > 1
+        self.ends = [name for name in ("embed.weight", "head.weight") if is_twice and name in self.named]
+        self.copies = {name for name, placement in self.placements.items() if placement.name != name}
         self.routers = [layer.router for layer in self.module.modules() if isinstance(layer, MoELayer)]
         self.own_layers = [recipe.model.sparse_layers.index(router.layer) for router in self.routers]
         self.pipeline: Pipeline | None = None
@@ -175,6 +179,21 @@ class Engine(abc.ABC):
 
     def _begin(self, is_last: bool) -> None:
         """Before each micro-batch."""
+
+    def _sum_ends(self, shards: dict[str, list[Tensor]]) -> None:
+        """The gradient of a vocabulary tied across a pipeline is what its two copies got together, on both.
+
+        ``shards``: this rank's shards of the gradients of the ends that it has. The order of a sum of two does not
+        matter, so the copies stay equal to the last bit.
+        """
+        if len(shards) == 2:
+            for first, last in zip(*shards.values(), strict=True):
+                last.copy_(first.add_(last))
+        elif shards:
+            (name,) = shards
+            peer = self.mesh.pp - 1 if name == "embed.weight" else 0
+            for shard in shards[name]:
+                shard.add_(exchange(shard, peer, self.mesh.pp_group))
 
     def buffers(self) -> dict[str, Tensor]:
         """Router biases of this rank's stages, by their names in the whole model."""

@@ -59,7 +59,7 @@ class DeepSpeedEngine(Engine):
         self.stage, self.factor = recipe.parallel.zero_stage, float(mesh.layout.pod_size)
         self.offloads = recipe.parallel.offload == "optimizer"
         self._tag()
-        self.optimizer = make_adamw(self.named, self.placements, recipe.optim)
+        self.optimizer = make_adamw(self.named, self.placements, recipe.optim, alone=self.ends)
         for group in self.optimizer.param_groups:
             if group["kind"] != "stage":
                 group["moe"], group["name"] = True, group["kind"]  # ZeRO 1 and 2 read these two
@@ -167,7 +167,7 @@ class DeepSpeedEngine(Engine):
         if not self.stage:
             yield
             self.engine.allreduce_gradients()
-            self._sum_across_pods([param.grad for param in self.named.values()])
+            self._sum_copies()
             return
         if self.stage == 3:  # else a parameter without gradient in this step is given that of an older one
             self.zero.grad_partitions_flat_buffer.zero_()
@@ -180,7 +180,7 @@ class DeepSpeedEngine(Engine):
             yield
         if self.stage == 3:
             self.zero.parameter_offload.get_param_coordinator().release_and_reset_all(self.engine.module)
-        self._sum_across_pods(self._gradient_shards())
+        self._sum_copies()
 
     def _gather_all(self) -> None:
         """One collective per replica group; the hooks of the layers then find their weights, and leave them."""
@@ -191,26 +191,40 @@ class DeepSpeedEngine(Engine):
         for param in self.named.values():
             param.ds_active_sub_modules.add("step")  # a weight is released only when this set is empty
 
-    def _sum_across_pods(self, grads: list[Tensor]) -> None:
+    def _sum_copies(self) -> None:
+        """What ZeRO does not know of: other pods, and the other end of a tied pipeline."""
         if self.mesh.layout.replicate > 1:
-            for grad in grads:
-                dist.all_reduce(grad, group=self.mesh.across_pods)
+            for _, shards in self._gradients():
+                for shard in shards:
+                    dist.all_reduce(shard, group=self.mesh.across_pods)
+        if self.ends:
+            self._sum_ends({name: shards for name, shards in self._gradients() if name in self.ends})
 
     def _norm(self) -> Tensor:
         """Shards are disjoint over a pod, so the norm is one sum over the world; replicas count by their share."""
-        if not self.stage:
-            squares = [param.grad.float().square().sum() / self._replicas(name) for name, param in self.named.items()]
-        else:
-            squares = [shard.float().square().sum() for shard in self._gradient_shards()]
-        square = torch.stack([square.to(self.mesh.device) for square in squares]).sum()
-        return self._checked((sum_over(square, None) / self.mesh.layout.replicate).sqrt())
+        squares = [
+            shard.float().square().sum().to(self.mesh.device) / (1 if self.stage else self._replicas(name))
+            for name, shards in self._gradients()
+            for shard in shards
+            if name not in self.copies
+        ]
+        return self._checked((sum_over(torch.stack(squares).sum(), None) / self.mesh.layout.replicate).sqrt())
 
-    def _gradient_shards(self) -> list[Tensor]:
+    def _gradients(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """(first parameter, this rank's shards of the gradients) of each of DeepSpeed's groups of parameters."""
+        if not self.stage:
+            yield from ((name, [param.grad]) for name, param in self.named.items())
+            return
+        names = {id(param): name for name, param in self.named.items()}
+        groups = self.zero.fp16_groups if self.stage == 3 else self.zero.round_robin_bit16_groups
+        for index, params in enumerate(groups):
+            yield names[id(params[0])], self._shards_of(index)
+
+    def _shards_of(self, index: int) -> list[Tensor]:
         if not self.offloads:
-            return [grad for group in self.zero.averaged_gradients.values() for grad in group]
-        if self.stage == 3:  # norms are kept of what went to the host
-            return list(self.zero.norm_for_param_grads.values())
-        return [flat.grad for flat in self.zero.single_partition_of_fp32_groups]
+            return self.zero.averaged_gradients[index]
+        flats = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
+        return [flats[index].grad]
 
     def _clip_whole_gradients(self) -> None:
         norm = self._norm()
@@ -228,7 +242,7 @@ class DeepSpeedEngine(Engine):
         if self.mesh.pod:
             return []  # the first has the same
         if self.stage == 3:
-            return [self._zero3_shard(piece) for piece in self._zero3_pieces()]
+            return [self._zero3_shard(piece) for piece in self._zero3_pieces() if piece.name not in self.copies]
         return [
             Shard(
                 piece.name,
@@ -237,6 +251,7 @@ class DeepSpeedEngine(Engine):
             )
             for state, pieces in self._buffers()
             for piece in pieces
+            if piece.name not in self.copies
         ]
 
     def load(self, fetch: FetchState, num_steps: int) -> None:

@@ -40,12 +40,12 @@ class FSDPEngine(Engine):
         return self._call(self.module, micro)
 
     def update(self, lr: float) -> float:
-        grads = [param.grad.to_local() for param in self.named.values()]
-        square = torch.stack([grad.float().square().sum() for grad in grads]).sum()
+        grads = {name: param.grad.to_local() for name, param in self.named.items()}
+        square = torch.stack([g.float().square().sum() for name, g in grads.items() if name not in self.copies]).sum()
         # Shards are disjoint over the ranks of a pod, and the same in each pod.
         norm = self._checked((sum_over(square, None) / self.mesh.layout.replicate).sqrt())
         if self.recipe.optim.clip:
-            for grad in grads:
+            for grad in grads.values():
                 grad.mul_((self.recipe.optim.clip / (norm + 1e-6)).clamp(max=1.0))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -62,7 +62,7 @@ class FSDPEngine(Engine):
         return [
             Shard(name, start, {key: values.view(-1) for key, values in self._local(name).items()})
             for name, start, length in self._runs()
-            if length and self.mesh.pod == 0
+            if length and self.mesh.pod == 0 and name not in self.copies
         ]
 
     def load(self, fetch: FetchState, num_steps: int) -> None:
@@ -78,6 +78,7 @@ class FSDPEngine(Engine):
     def _window(self) -> Iterator[None]:
         self.optimizer.zero_grad()
         yield
+        self._sum_ends({name: [self.named[name].grad.to_local()] for name in self.ends})
 
     def _begin(self, is_last: bool) -> None:
         self.module.set_requires_gradient_sync(is_last)  # earlier micro-batches add up unreduced
