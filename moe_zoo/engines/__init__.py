@@ -28,6 +28,15 @@ def engine_name(recipe: Recipe) -> str:
             f"parallel.offload: {recipe.parallel.offload}; engine deepspeed offloads at stages 1 to 3, this is {name} at "
             f"stage {zero}; set parallel.offload to none, or those"
         )
+    if (
+        recipe.parallel.reduce == "micro_batch"
+        and name == "deepspeed"
+        and (zero < 3 or recipe.parallel.offload != "none")
+    ):
+        raise PlanError(
+            f"parallel.reduce: micro_batch; engine deepspeed does so at stage 3 without offload, this is stage {zero} with "
+            f"offload {recipe.parallel.offload}; set parallel.reduce to step"
+        )
     if name == "deepspeed" and zero < 2 and recipe.precision.compute == "bf16":
         raise PlanError(
             f"parallel.zero_stage: {zero}; DeepSpeed keeps fp32 gradients of a bf16 model at stages 2 and 3 only; "

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 from moe_zoo.comm.collectives import exchange, gather, sum_over
 from moe_zoo.comm.mesh import Mesh
@@ -97,6 +98,7 @@ class Engine(abc.ABC):
                 output = self.forward(micro)
                 part = self.objective(output, micro.rows.targets, scale, step_counts)
                 (part.total * self.factor).backward()
+                self._after_backward()
                 parts.append(part._replace(total=part.total.detach()))
                 if output.stats is not None:
                     stats.append(RouterStats(*(value.detach().sum(1) for value in output.stats)))
@@ -161,7 +163,12 @@ class Engine(abc.ABC):
         yield
 
     def _build_pipeline(
-        self, *, wrap: Callable[[StageAdapter], nn.Module], call: StageCall | None, splits_backward: bool
+        self,
+        *,
+        wrap: Callable[[StageAdapter], nn.Module],
+        call: StageCall | None,
+        splits_backward: bool,
+        after_backward: Callable[[PipelineStage], None] | None,
     ) -> None:
         """Once the stages are sharded, where there is more than one."""
         if self.mesh.pp > 1:
@@ -175,10 +182,14 @@ class Engine(abc.ABC):
                 wrap=wrap,
                 call=call,
                 splits_backward=splits_backward,
+                after_backward=after_backward,
             )
 
     def _begin(self, is_last: bool) -> None:
         """Before each micro-batch."""
+
+    def _after_backward(self) -> None:
+        """After each micro-batch, outside a pipeline."""
 
     def _sum_ends(self, shards: dict[str, list[Tensor]]) -> None:
         """The gradient of a vocabulary tied across a pipeline is what its two copies got together, on both.

@@ -71,7 +71,13 @@ class DeepSpeedEngine(Engine):
         assert bool(is_offloaded) == self.offloads  # its own zero_cpu_offload() answers otherwise for some devices
         self.runner = self.engine if self.stage else self.engine.module  # at stage 0 it refuses a backward of ours
         keeps_weights = self.stage < 3 or recipe.parallel.gather == "step"
-        self._build_pipeline(wrap=lambda adapter: adapter, call=self.runner, splits_backward=keeps_weights)
+        self.reduces_often = recipe.parallel.reduce == "micro_batch"
+        self._build_pipeline(
+            wrap=lambda adapter: adapter,
+            call=self.runner,
+            splits_backward=keeps_weights,
+            after_backward=lambda _: self._after_backward(),
+        )
         if is_narrow:
             self._restore_bits(initial)
 
@@ -181,6 +187,17 @@ class DeepSpeedEngine(Engine):
         if self.stage == 3:
             self.zero.parameter_offload.get_param_coordinator().release_and_reset_all(self.engine.module)
         self._sum_copies()
+
+    def _after_backward(self) -> None:
+        """Reduce what this micro-batch left, and add it to the shards, which were zeroed when the step began."""
+        if not self.reduces_often:
+            return
+        self.zero._coalesce_grad_reduction, self.zero.micro_step_id = False, 1  # 0 would overwrite the shards
+        for param in self.named.values():
+            if param.grad is not None:
+                self.zero.reduce_ready_partitions_and_remove_grads(param)
+        self.zero.independent_gradient_partition_epilogue()
+        self.zero._coalesce_grad_reduction = True
 
     def _gather_all(self) -> None:
         """One collective per replica group; the hooks of the layers then find their weights, and leave them."""

@@ -61,6 +61,20 @@ class StageAdapter(nn.Module):
         return self.unregistered[1].parameters(recurse)
 
 
+class _Stage(PipelineStage):
+    """A stage whose engine may act when a micro-batch has all its gradients."""
+
+    def __init__(self, after_backward: Callable[[PipelineStage], None] | None, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.after_backward = after_backward
+
+    def backward_maybe_with_nosync(self, backward_type, *args, **kwargs):
+        result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        if self.after_backward and backward_type != "input":  # the weights' part of a split one comes later
+            self.after_backward(self)
+        return result
+
+
 class Pipeline:
     """The stages of this rank under one schedule."""
 
@@ -76,6 +90,7 @@ class Pipeline:
         wrap: Callable[[StageAdapter], nn.Module],
         call: StageCall | None,
         splits_backward: bool,
+        after_backward: Callable[[PipelineStage], None] | None,
     ):
         """``factor`` is the engine's; ``wrap`` shards an adapter, ``call`` runs a stage by the engine (else directly)."""
         self.objective, self.mesh, self.recipe, self.split, self.factor = objective, mesh, recipe, split, factor
@@ -85,7 +100,7 @@ class Pipeline:
         stages = {int(index): stage for index, stage in module.stages.items()}
         self.adapters = {index: wrap(StageAdapter(index, self, call, stage)) for index, stage in stages.items()}
         self.is_last = self.num_stages - 1 in stages
-        self.schedule = self._schedule(splits_backward)
+        self.schedule = self._schedule(splits_backward, after_backward)
         self.scale: StepScale | None = None  # set while a step runs
         self.step_counts: dict[int, Tensor] = {}  # by stage, where a counting pass was needed
         self.ledger: list[tuple[int, RouterStats, LossParts]] = []
@@ -141,7 +156,7 @@ class Pipeline:
     def _token_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return self.objective.token_loss_sum(logits, targets) * self.factor / self.scale.num_targets
 
-    def _schedule(self, splits_backward: bool):
+    def _schedule(self, splits_backward: bool, after_backward: Callable[[PipelineStage], None] | None):
         recipe, mesh = self.recipe, self.mesh
         rows = recipe.train.global_batch // recipe.train.micro_batches // mesh.dp
         columns = recipe.data.seq_len // mesh.cp
@@ -154,7 +169,8 @@ class Pipeline:
         # A separate weight pass writes .grad of weights that ZeRO-3 has freed: a no-op makes the input pass do both.
         whole = {} if splits_backward else {"dw_builder": lambda: lambda: None}
         built = [
-            PipelineStage(
+            _Stage(
+                after_backward,
                 adapter,
                 index,
                 self.num_stages,

@@ -87,6 +87,7 @@ class Parallel(Section):
     recompute: CountOrZero = 0  # every so many blocks runs its forward again in backward; 0 none, 1 all of them
     offload: Literal["none", "optimizer"] = "none"  # keep master weights and moments in host memory, and step there
     gather: Literal["layer", "step"] = "layer"  # stage 3: weights gathered for each use, or once for a whole step
+    reduce: Literal["step", "micro_batch"] = "step"  # stage 3: gradients reduced once, or sharded after each backward
 
 
 class Precision(Section):

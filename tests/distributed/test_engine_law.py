@@ -22,6 +22,11 @@ def test_weights_gathered_once_for_a_step_change_nothing(engine):
     check(make_recipe(parallel__engine=engine, parallel__gather="step", parallel__ep=2), world_size=4)
 
 
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_gradients_sharded_after_each_backward_add_up(engine):
+    check(make_recipe(parallel__engine=engine, parallel__reduce="micro_batch", parallel__ep=2), world_size=4)
+
+
 @pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
 def test_blocks_that_run_twice_change_nothing(engine, zero_stage):
     recipe = make_recipe(
