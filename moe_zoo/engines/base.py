@@ -27,6 +27,7 @@ from moe_zoo.ops.balance import bias_step
 from moe_zoo.ops.documents import IGNORED, PackedRows, padded
 from moe_zoo.parallel.build import PlacedModel
 from moe_zoo.parallel.context import RowSplit
+from moe_zoo.parallel.position import follow
 from moe_zoo.parallel.recompute import recompute_blocks
 from moe_zoo.spec.errors import MoeZooError
 from moe_zoo.spec.recipe import Recipe
@@ -65,6 +66,7 @@ class Engine(abc.ABC):
     def __init__(self, placed: PlacedModel, mesh: Mesh, recipe: Recipe):
         self.module, self.placements = placed
         self.mesh, self.recipe = mesh, recipe
+        self.position = follow(self.module)
         recompute_blocks(self.module, recipe.parallel.recompute)
         self.split = RowSplit(mesh, recipe.parallel.context)
         self.objective = Objective(recipe, mesh)
@@ -80,6 +82,7 @@ class Engine(abc.ABC):
     def step(self, batch: list[MicroBatch], lr: float) -> StepStats:
         """One optimizer step over the global batch, of which ``batch`` is the part of this rank's rows."""
         scale, parts, stats = self.backward(batch)
+        self.position.move("the optimizer's step")
         return self._summary(scale, parts, stats, self.update(lr))
 
     def backward(self, batch: list[MicroBatch]) -> tuple[StepScale, list[LossParts], list[RouterStats]]:
@@ -96,6 +99,7 @@ class Engine(abc.ABC):
             for index, micro in enumerate(batch):
                 self._begin(is_last=index + 1 == len(batch))
                 output = self.forward(micro)
+                self.position.move("the loss")
                 part = self.objective(output, micro.rows.targets, scale, step_counts)
                 (part.total * self.factor).backward()
                 self._after_backward()
