@@ -141,6 +141,7 @@ class Recipe(Section):
     train: Train
     optim: Optim
     parallel: Parallel = Parallel()
+    cluster: Text | None = None  # file that says which ranks are near each other; null: those of a node
     precision: Precision = Precision()
     balance: Balance = Balance()
     checkpoint: Checkpoint = Checkpoint()

@@ -15,6 +15,7 @@ from moe_zoo.spec.accounting import num_active_parameters, num_parameters, train
 from moe_zoo.spec.errors import MoeZooError
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Recipe
+from moe_zoo.spec.topology import describe, ranks_per_domain
 from moe_zoo.train.checkpoint import Checkpoint
 from moe_zoo.train.console import TrainingDisplay
 from moe_zoo.train.feed import Feed
@@ -30,11 +31,14 @@ TIMEOUT_S = 600  # of a collective: a rank that waits longer ends with an error
 
 def train(recipe: Recipe, world: World) -> Path:
     """Run a recipe to its end, or to the signal that stops it. Returns the run's folder."""
-    layout = resolve_layout(recipe, world.world, world.ranks_per_node)
+    domain = ranks_per_domain(recipe, world.ranks_per_node)
+    layout = resolve_layout(recipe, world.world, domain)
     engine_name(recipe)  # refuse what cannot be before anything starts
     device = init_process_group(world, TIMEOUT_S)
     with ExitStack() as cleanup:
         run = Run(recipe, Mesh(layout, device, TIMEOUT_S), cleanup)
+        if layout.world > 1:
+            run.display.say(describe(layout, domain))
         try:
             return run.to_end()
         except RuntimeError as error:
