@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.decoder import SparseDecoder, init_std
+from moe_zoo.spec.errors import MoeZooError
 
 REMOTE_FILE = "modeling_moe_zoo.py"
 
@@ -49,6 +50,8 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
 
         The loss holds no router losses: train with a recipe, whose balance is exact in every layout.
         """
+        if use_cache or past_key_values is not None:
+            self._check_causal("forward")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         num_past = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -61,6 +64,19 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
             targets = F.pad(labels[:, 1:], (0, 1), value=-100)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         return CausalLMOutputWithPast(loss, logits[:, -logits_to_keep:], past_key_values)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does it. Refused where experts choose tokens: each new one would change the routes so far."""
+        self._check_causal("generate")
+        return super().generate(*args, **kwargs)
+
+    def _check_causal(self, where: str) -> None:
+        moe = self.model.architecture.moe
+        if moe is not None and moe.router.choice == "expert":
+            raise MoeZooError(
+                f"{where}: router.choice expert; the route of a token depends on later ones, so no text can be "
+                f"continued; train with router.choice token to generate"
+            )
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed

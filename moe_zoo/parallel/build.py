@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_zoo.comm.mesh import Mesh
-from moe_zoo.layers.dispatch import AllToAllDispatcher
+from moe_zoo.layers.dispatch import make_dispatcher
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.models.decoder import DecoderOutput, SparseDecoder
 from moe_zoo.models.init import initial_values
@@ -78,9 +78,10 @@ def shard_experts(model: SparseDecoder, mesh: Mesh) -> dict[str, Placement]:
             placements[name] = Placement(name, tuple(param.shape), "ep", (Cut(0, mesh.ep, mesh.ep_rank),))
         else:
             placements[name] = Placement(name, tuple(param.shape), "stage")
+    group = mesh.ep_group if is_split else None
     for layer in filter(lambda module: isinstance(module, MoELayer), model.modules()):
+        layer.dispatcher = make_dispatcher(mesh.layout.dispatch, layer.router.num_experts, group=group)
         if is_split:
-            layer.dispatcher = AllToAllDispatcher(layer.router.num_experts, mesh.ep_group)
             for name, stack in list(layer.experts.named_parameters()):
                 setattr(layer.experts, name, nn.Parameter(stack.chunk(mesh.ep)[mesh.ep_rank]))
     return placements

@@ -22,6 +22,7 @@ class ParallelLayout:
     ep: int  # ranks that hold different experts
     pp: int = 1  # ranks that hold different layers
     schedule: str = "1F1B"  # of the pipeline
+    dispatch: str = "exact"  # how tokens reach experts
 
     @property
     def dp(self) -> int:
@@ -59,7 +60,15 @@ def resolve_layout(recipe: Recipe, world: int, ranks_per_node: int) -> ParallelL
     ep = _auto_ep(recipe, dp, ranks_per_node) if recipe.parallel.ep == "auto" else recipe.parallel.ep
     _check_ep(recipe, ep, dp)
     _check_rows(recipe, dp)
-    return ParallelLayout(world=world, ep=ep, pp=pp, schedule=recipe.parallel.schedule)
+    dispatch = _dispatch(recipe)
+    return ParallelLayout(world=world, ep=ep, pp=pp, schedule=recipe.parallel.schedule, dispatch=dispatch)
+
+
+def _dispatch(recipe: Recipe) -> str:
+    dispatch = recipe.parallel.dispatch
+    if dispatch == "hierarchical":
+        raise PlanError("parallel.dispatch: hierarchical; the mesh makes no groups of nodes yet; set it to auto")
+    return "exact" if dispatch == "auto" else dispatch
 
 
 def _check_pp(recipe: Recipe, world: int) -> None:
