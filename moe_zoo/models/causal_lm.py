@@ -50,8 +50,8 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
 
         The loss holds no router losses: train with a recipe, whose balance is exact in every layout.
         """
-        if use_cache or past_key_values is not None:
-            self._check_causal("forward")
+        if self.model.architecture.experts_choose:
+            check_rows_are_whole(attention_mask, is_continued=bool(use_cache) or past_key_values is not None)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         num_past = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -67,16 +67,9 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers does it. Refused where experts choose tokens: each new one would change the routes so far."""
-        self._check_causal("generate")
+        if self.model.architecture.experts_choose:
+            check_rows_are_whole(None, is_continued=True)
         return super().generate(*args, **kwargs)
-
-    def _check_causal(self, where: str) -> None:
-        moe = self.model.architecture.moe
-        if moe is not None and moe.router.choice == "expert":
-            raise MoeZooError(
-                f"{where}: router.choice expert; the route of a token depends on later ones, so no text can be "
-                f"continued; train with router.choice token to generate"
-            )
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed
@@ -117,6 +110,15 @@ def remote_code() -> str:
     if here.name == REMOTE_FILE:
         return here.read_text()
     return importlib.import_module("moe_zoo.models.remote_code").bundle()
+
+
+def check_rows_are_whole(attention_mask: Tensor | None, *, is_continued: bool) -> None:
+    """What a model whose experts choose can be asked: raises ``MoeZooError`` for the rest."""
+    if is_continued or (attention_mask is not None and not bool(attention_mask.all())):
+        raise MoeZooError(
+            "router.choice: expert; who takes a token depends on its whole row, which can be neither continued nor "
+            "padded; give whole rows without a cache, or train with router.choice token"
+        )
 
 
 def key_mask(attention_mask: Tensor | None, num_new: int, num_past: int) -> Tensor | None:

@@ -185,6 +185,11 @@ class Architecture:
         """Experts per sparse layer; 0 in a dense model."""
         return self.moe.router.num_experts if self.moe else 0
 
+    @property
+    def experts_choose(self) -> bool:
+        """Whether experts choose their tokens, so that a route depends on the whole row."""
+        return self.moe is not None and self.moe.router.choice == "expert"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain nested values, as they stand in a recipe or a ``config.json``."""
         return dataclasses.asdict(self)

@@ -201,11 +201,11 @@ def _check_precision(precision: Precision) -> None:
 
 
 def _check_dispatch(dispatch: str, model: Architecture) -> None:
-    if dispatch != "auto" and model.moe is None:
-        raise RecipeError(f"parallel.dispatch: {dispatch}; the model has no experts to reach; set it to auto")
-    if dispatch != "padded" or model.moe is None or model.moe.router.choice == "expert":
+    if dispatch == "auto":
         return
-    if model.moe.router.capacity_factor is None:
+    if model.moe is None:
+        raise RecipeError(f"parallel.dispatch: {dispatch}; the model has no experts to reach; set it to auto")
+    if dispatch == "padded" and model.moe.router.capacity_factor is None and not model.experts_choose:
         raise RecipeError(
             "parallel.dispatch: padded; its buffers have room for model.moe.router.capacity_factor, which is null; set "
             "that to a number, for example 1.25, or this to exact"
@@ -213,13 +213,11 @@ def _check_dispatch(dispatch: str, model: Architecture) -> None:
 
 
 def _check_balance(balance: Balance, model: Architecture) -> None:
-    if model.moe is not None and model.moe.router.choice == "expert":
-        if balance.method != "none":
-            raise RecipeError(
-                f"balance.method: {balance.method}; with model.moe.router.choice = expert all experts take equally "
-                f"many tokens; set it to none"
-            )
-        return
+    if model.experts_choose and balance.method != "none":
+        raise RecipeError(
+            f"balance.method: {balance.method}; with model.moe.router.choice = expert all experts take equally many "
+            f"tokens; set it to none"
+        )
     has_bias = model.moe is not None and model.moe.router.selection_bias
     if balance.method == "bias" and not has_bias:
         remedy = "set it to true" if model.moe else "set balance.method to none, the model has no experts"

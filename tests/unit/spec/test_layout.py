@@ -53,6 +53,11 @@ def test_auto_ep_of_a_dense_model_is_one():
             "expect.world: 2; the recipe was launched on 1 rank; launch 2, or set expect=null",
         ),
         (
+            {"parallel": {"dispatch": "hierarchical"}},
+            2,
+            "parallel.dispatch: hierarchical; the mesh makes no groups of nodes yet; set it to auto",
+        ),
+        (
             {"ep": 2, "model": preset_values("switch-lm-test") | {"moe": None}},
             2,
             "parallel.ep: 2; the model has no experts to spread; set parallel.ep to 1",
