@@ -38,7 +38,9 @@ class Routing(NamedTuple):
     """Where every token goes. An expert index equal to the number of experts means dropped.
 
     Where experts choose, a token has one row here per expert that took it: K is 1, and ``tokens_N`` says whose row it
-    is. Dispatchers see copies of tokens and nothing new: B * capacity * E rows, as many as token choice has slots.
+    is. Dispatchers see copies of tokens and nothing new: B * capacity * E rows, as many as token choice has slots. (A
+    column per expert would be simpler, and E / K times the rows.) Where rows are split each rank keeps room for all
+    that an expert takes of a row, and what lies elsewhere is dropped.
     """
 
     weights_TK: Tensor
@@ -131,7 +133,7 @@ class TopKRouter(nn.Module):
     def _experts_choose(self, logits_TE: Tensor, scores: Scores, num_rows: int) -> Routing:
         scores_BSE = scores.scores_TE.unflatten(0, (num_rows, -1))
         whole_BSE, own_S = self._whole_and_own(scores_BSE)
-        factor = self._capacity_factor() or self.capacity_factor or 1.0  # an expert that takes all chooses nothing
+        factor = self._capacity_factor() or self.capacity_factor or 1.0  # without a limit nothing would be chosen
         capacity = expert_capacity(factor, whole_BSE.shape[1], self.top_k, self.num_experts)
         taken_BSE = take_tokens(whole_BSE, capacity)[:, own_S]
         own_capacity = min(capacity, len(own_S))

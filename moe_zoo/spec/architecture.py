@@ -74,7 +74,7 @@ class RouterSpec:
     num_groups: int = 1  # equal runs of experts, of which a token chooses within its best
     groups_per_token: int = 1
     group_score: Literal["max", "top2"] = "max"  # of a group: its best expert's, or the sum of its two best
-    choice: Literal["token", "expert"] = "token"  # expert: a null capacity_factor means 1, in evaluation as in training
+    choice: Literal["token", "expert"] = "token"  # who chooses; for experts a null capacity means 1, or as in training
 
     __pydantic_config__ = STRICT
 

@@ -67,3 +67,15 @@ def test_a_stage_without_experts_and_one_with_bias_balancing(engine):
         balance={"method": "bias", "bias_update_rate": 0.05, "z_coefficient": 0.01},
     )
     check(recipe, world_size=4, starved=False)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_experts_that_choose_and_static_capacity(engine):
+    recipe = pipeline_recipe(
+        engine,
+        "1F1B",
+        parallel__dispatch="padded",
+        model__moe__router={"num_experts": 6, "top_k": 2, "choice": "expert", "jitter": 0.1},
+        balance={"method": "none", "z_coefficient": 0.01},
+    )
+    check(recipe, world_size=4, starved=False)

@@ -17,7 +17,7 @@ from moe_zoo.ops.slots import place_slots, visit_slices
 
 
 class PaddedDispatcher:
-    """Buffers of ``num_places`` per expert and rank, exchanged whole and multiplied in a batch, without a host sync.
+    """Buffers of ``routing.num_places`` per expert and rank, exchanged whole, multiplied in a batch, with no host sync.
 
     Every rank of ``group`` (None: all experts live here) brings equally many rows of equal length. Where the router
     has no capacity, as in an evaluation that drops nobody, the exact dispatcher answers: the only static bound would
@@ -27,8 +27,8 @@ class PaddedDispatcher:
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup | None, slices: int = 1):
         self.num_experts, self.group, self.slices = num_experts, group, slices
-        self.num_own = num_experts * slices // (group.size() if group else 1)
-        self.exact = AllToAllDispatcher(num_experts, group, slices) if group else LocalDispatcher()
+        self.exact = LocalDispatcher() if group is None else AllToAllDispatcher(num_experts, group, slices)
+        self.num_own = num_experts if group is None else self.exact.num_own
 
     def __call__(self, x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor:
         P = routing.num_places
