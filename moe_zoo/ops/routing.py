@@ -70,7 +70,7 @@ def choose_experts(
 
 
 def within_groups(wanted_TE: Tensor, limit: GroupLimit) -> Tensor:
-    """The same, with minus infinity outside each token's best groups: a biased score may lie below zero.
+    """``wanted_TE`` with minus infinity outside each token's best groups: a biased score may lie below zero.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2 (max); DeepSeek-V3, arXiv:2412.19437, section 2.1.2 (the sum
     of the K / groups_per_token best, which are two in its configuration).

@@ -74,7 +74,8 @@ class RouterSpec:
     num_groups: int = 1  # equal runs of experts, of which a token chooses within its best
     groups_per_token: int = 1
     group_score: Literal["max", "top2"] = "max"  # of a group: its best expert's, or the sum of its two best
-    choice: Literal["token", "expert"] = "token"  # who chooses; for experts a null capacity means 1, or as in training
+    # Who chooses. For experts a null capacity_factor means 1, and a null eval_capacity_factor the same as in training.
+    choice: Literal["token", "expert"] = "token"
 
     __pydantic_config__ = STRICT
 
@@ -121,8 +122,8 @@ class RouterSpec:
         for name, plain in (("selection_bias", False), ("num_groups", 1)):
             if getattr(self, name) != plain:
                 raise RecipeError(
-                    f"router.{name}: {str(getattr(self, name)).lower()}; moves the choice of tokens, here experts "
-                    f"choose; set it to {str(plain).lower()}, or choice to token"
+                    f"router.{name}: {str(getattr(self, name)).lower()}; says how tokens choose, here experts do; "
+                    f"set it to {str(plain).lower()}, or choice to token"
                 )
 
 

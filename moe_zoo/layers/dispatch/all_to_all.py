@@ -1,6 +1,7 @@
 """Experts spread over ranks: just the rows that were chosen travel, so their number must reach the host.
 
-Letters: T tokens, D width, K choices, e experts on this rank, N slots sent, R rows received.
+Letters: T tokens, D width, K choices, E experts times slices, e experts on this rank, N slots sent, R rows received,
+r ranks.
 """
 
 import torch
@@ -26,8 +27,8 @@ class AllToAllDispatcher:
             routing.experts_TK, routing.weights_TK, self.num_experts, self.num_own, self.slices
         )
         T, K = experts_TK.shape
-        order_N, counts = sort_slots(experts_TK, self.num_experts * self.slices)
-        sent_re = counts.view(self.group.size(), -1)
+        order_N, counts_E = sort_slots(experts_TK, self.num_experts * self.slices)
+        sent_re = counts_E.view(self.group.size(), -1)
         received_re = exchange_counts(sent_re, self.group)
         send, receive = (host_counts(counts.sum(1)) for counts in (sent_re, received_re))
         slots_N = order_N[: sum(send)]  # dropped slots sort last and stay at home

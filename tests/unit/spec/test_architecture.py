@@ -74,12 +74,11 @@ def test_impossible_architectures_are_refused_in_one_line(change, text):
         ({"choice": "exprt"}, "model choice: 'exprt'; did you mean 'expert'?"),
         (
             {"choice": "expert", "selection_bias": True},
-            "router.selection_bias: true; moves the choice of tokens, here experts choose; set it to false, or choice "
-            "to token",
+            "router.selection_bias: true; says how tokens choose, here experts do; set it to false, or choice to token",
         ),
         (
             {"choice": "expert", "num_groups": 2},
-            "router.num_groups: 2; moves the choice of tokens, here experts choose; set it to 1, or choice to token",
+            "router.num_groups: 2; says how tokens choose, here experts do; set it to 1, or choice to token",
         ),
     ],
 )
