@@ -146,7 +146,7 @@ def textbook_loss(recipe: Recipe, model: SparseDecoder, tokens: torch.Tensor, ro
 
 
 def textbook_choice(router: TopKRouter, scores_TE: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """(T, K) experts before capacity. Where experts choose, a row's T * K slots, but not each token's own."""
+    """(T, K) experts before capacity. Where experts choose, all slots of a row, not each token's own."""
     if router.choice == "expert":
         taken_BSE = reference.take(scores_TE.unflatten(0, (num_rows, -1)), router.top_k, factor=1.0)
         return taken_BSE.nonzero()[:, 2].view(-1, router.top_k)
