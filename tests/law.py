@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines import MicroBatch, make_engine
-from moe_zoo.layers.router import TopKRouter
+from moe_zoo.layers.router import Routing, TopKRouter
 from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.models.init import initialize
 from moe_zoo.ops import reference
@@ -18,6 +18,7 @@ from moe_zoo.ops.noise import uniform_noise
 from moe_zoo.parallel.build import build_model
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Recipe
+from moe_zoo.spec.topology import ranks_per_domain
 from moe_zoo.testing import run_distributed
 
 BOS, SEQ, STEPS, SEED = 1, 12, 3, 3
@@ -120,11 +121,10 @@ def textbook_loss(recipe: Recipe, model: SparseDecoder, tokens: torch.Tensor, ro
             )
         logits = ((hidden * noise) @ router.weight.t()).flatten(0, 1)
         scores = logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
-        bias = 0 if router.selection_bias is None else router.selection_bias
         probs.append(scores / scores.sum(-1, keepdim=True))
-        chosen.append((scores + bias).topk(router.top_k).indices)
+        chosen.append(textbook_choice(router, scores.detach(), len(hidden)))
         logits_z.append(logits.logsumexp(-1).square().mean())
-        dropped.append((routing.experts_TK == router.num_experts).double().mean())
+        dropped.append(share_dropped(router, routing, len(scores)))
 
     for router in routers(model):
         hooks.append(router.register_forward_hook(look))
@@ -146,6 +146,27 @@ def textbook_loss(recipe: Recipe, model: SparseDecoder, tokens: torch.Tensor, ro
     return token + aux * balance + recipe.balance.z_coefficient * z, balance.item(), counts, seen
 
 
+def textbook_choice(router: TopKRouter, scores_TE: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """(T, K) experts before capacity. Where experts choose, all slots of a row, not each token's own."""
+    if router.choice == "expert":
+        taken_BSE = reference.take(scores_TE.unflatten(0, (num_rows, -1)), router.top_k, factor=1.0)
+        return taken_BSE.nonzero()[:, 2].view(-1, router.top_k)
+    bias = 0 if router.selection_bias is None else router.selection_bias
+    wanted_TE = scores_TE + bias
+    if router.limit is not None:
+        allowed = [reference.allowed_experts(wanted, *router.limit) for wanted in wanted_TE.tolist()]
+        outside_TE = torch.ones_like(wanted_TE, dtype=torch.bool).scatter_(1, torch.tensor(allowed), False)
+        wanted_TE = wanted_TE.masked_fill(outside_TE, -torch.inf)
+    return wanted_TE.topk(router.top_k).indices
+
+
+def share_dropped(router: TopKRouter, routing: Routing, num_tokens: int) -> torch.Tensor:
+    """Of slots; where experts choose, of tokens."""
+    if routing.tokens_N is not None:
+        return torch.tensor(1 - len(routing.tokens_N.unique()) / num_tokens, dtype=torch.float64)
+    return (routing.experts_TK == router.num_experts).double().mean()
+
+
 def move_bias(recipe: Recipe, model: SparseDecoder, counts: torch.Tensor) -> None:
     if recipe.balance.method != "bias":
         return
@@ -156,7 +177,7 @@ def move_bias(recipe: Recipe, model: SparseDecoder, counts: torch.Tensor) -> Non
 def many_ranks(recipe: Recipe, truth: list[dict]) -> None:
     """The same steps by an engine on every rank; what it has is compared where it has it."""
     world = dist.get_world_size()
-    mesh = Mesh(resolve_layout(recipe, world, world), torch.device("cpu"))
+    mesh = Mesh(resolve_layout(recipe, world, ranks_per_domain(recipe, world)), torch.device("cpu"))
     placed = build_model(recipe, mesh, SEED)
     with torch.no_grad():
         for router in routers(placed.module):

@@ -1,6 +1,5 @@
 """What a piece of code moves over the network: every collective, with its group and bytes, as it is called."""
 
-from collections import Counter
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -37,7 +36,7 @@ class Move(NamedTuple):
 class Ledger(TorchDispatchMode):
     """``with Ledger() as ledger: ...`` fills ``ledger.moves``. Real tensors or fake ones."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.moves: list[Move] = []
 
@@ -47,12 +46,12 @@ class Ledger(TorchDispatchMode):
             self.moves.append(_move(func, args))
         return out
 
-    def total_bytes(self, **groups: dist.ProcessGroup) -> Counter[tuple[str, str]]:
-        """Bytes sent by (axis, kind); ``groups`` name the axes, any other group is ``other``."""
-        names = {tuple(dist.get_process_group_ranks(group)): axis for axis, group in reversed(groups.items())}
-        totals: Counter[tuple[str, str]] = Counter()
+    def total_bytes(self) -> dict[tuple[tuple[int, ...], str], float]:
+        """Bytes sent, by (ranks of the group, kind)."""
+        totals: dict[tuple[tuple[int, ...], str], float] = {}
         for move in self.moves:
-            totals[names.get(move.ranks, "other"), move.kind] += move.sent_bytes
+            key = move.ranks, move.kind
+            totals[key] = totals.get(key, 0.0) + move.sent_bytes
         return totals
 
 
