@@ -126,6 +126,13 @@ class RouterSpec:
                     f"set it to {str(plain).lower()}, or choice to token"
                 )
 
+    def slots_per_token(self, seq_len: int) -> float:
+        """Choices per token of a row: ``top_k``, or where experts choose what they take in all, rounded up for each."""
+        if self.choice == "token":
+            return self.top_k
+        capacity = math.ceil((self.capacity_factor or 1.0) * seq_len * self.top_k / self.num_experts)
+        return self.num_experts * capacity / seq_len
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:

@@ -123,7 +123,7 @@ def test_balance_in_each_scope_equals_the_textbook(scope):
     pooled = counts.unflatten(1, (pools, -1)).sum(2, keepdim=True).expand(-1, -1, rows // pools, -1).flatten(1, 2)
     sums = probs.unflatten(1, (rows, S)).sum(2)
     pool = pool_tokens(scope, S, rows, micro)
-    ours = balance_loss(sums, pooled, pool_tokens=pool, total_tokens=rows * S, top_k=2, num_layers=layers)
+    ours = balance_loss(sums, pooled, pool_tokens=pool, total_tokens=rows * S, slots_per_token=2, num_layers=layers)
     torch.testing.assert_close(ours, truth)
     for a, b in zip(torch.autograd.grad(ours, probs), torch.autograd.grad(truth, probs), strict=True):
         torch.testing.assert_close(a, b)
@@ -135,7 +135,9 @@ def test_collapse_of_every_layer_onto_another_expert_is_not_called_balanced():
     chosen = torch.arange(layers)[:, None, None].expand(layers, 8, 1)
     probs = torch.nn.functional.one_hot(chosen[..., 0], E).double()
     counts = torch.stack([count_per_row(c, 1, E) for c in chosen]).double()
-    ours = balance_loss(probs.sum(1, keepdim=True), counts, pool_tokens=8, total_tokens=8, top_k=1, num_layers=layers)
+    ours = balance_loss(
+        probs.sum(1, keepdim=True), counts, pool_tokens=8, total_tokens=8, slots_per_token=1, num_layers=layers
+    )
     assert ours.item() == pytest.approx(E)
 
 
