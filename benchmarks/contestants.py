@@ -6,35 +6,20 @@ with a step's tokens, (rows, seq + 1), of which it takes its rank's rows.
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-LR, CLIP, AUX = 1e-3, 1.0, 0.01
+from benchmarks.qwen3_moe import AUX, CLIP, LR, Shape, make_recipe, our_names
+from moe_zoo.comm.mesh import Mesh
+from moe_zoo.engines import MicroBatch, make_engine
+from moe_zoo.ops.documents import unpack_rows
+from moe_zoo.parallel.build import build_model
+from moe_zoo.spec.layout import resolve_layout
+
 ADAMW = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-
-
-class Shape(NamedTuple):
-    """Model and batch."""
-
-    vocab_size: int = 1024
-    d_model: int = 256
-    num_layers: int = 4
-    num_heads: int = 8
-    num_kv_heads: int = 4
-    head_dim: int = 32
-    num_experts: int = 32
-    expert_width: int = 128
-    top_k: int = 8
-    rows: int = 8
-    seq_len: int = 256
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.seq_len
 
 
 class Contestant(ABC):
@@ -56,13 +41,8 @@ class Ours(Contestant):
     engine, gather = "deepspeed", "layer"
 
     def __init__(self, shape: Shape, checkpoint: Path):
-        from moe_zoo.comm.mesh import Mesh
-        from moe_zoo.engines import make_engine
-        from moe_zoo.parallel.build import build_model
-        from moe_zoo.spec.layout import resolve_layout
-
         world = dist.get_world_size()
-        recipe = our_recipe(shape, world, engine=self.engine, gather=self.gather)
+        recipe = make_recipe(shape, engine=self.engine, gather=self.gather, ep=world)
         self.mesh = Mesh(resolve_layout(recipe, world, world), torch.device("cpu"))
         placed = build_model(recipe, self.mesh, seed=0)
         whole = our_names(torch.load(checkpoint / "whole.pt"), shape.num_layers)
@@ -70,14 +50,11 @@ class Ours(Contestant):
             for name, param in placed.module.global_names(placed.module.named_parameters()).items():
                 param.copy_(placed.placements[name].take(whole.pop(name)))
         assert not whole, sorted(whole)
-        self.engine_ = make_engine(placed, self.mesh, recipe)
+        self.held = make_engine(placed, self.mesh, recipe)
 
     def step(self, tokens: Tensor) -> float:
-        from moe_zoo.engines import MicroBatch
-        from moe_zoo.ops.documents import unpack_rows
-
         rows = unpack_rows(own_rows(tokens), bos_id=-1)
-        return self.engine_.step([MicroBatch(rows)], LR).loss
+        return self.held.step([MicroBatch(rows)], LR).loss
 
 
 class OursGatheredOnce(Ours):
@@ -90,58 +67,6 @@ class OursFSDP(Ours):
     """The same model and layout under torch's FSDP2."""
 
     engine = "fsdp"
-
-
-def our_recipe(shape: Shape, world: int, **parallel):
-    """The recipe of ``shape``."""
-    from moe_zoo.spec.recipe import Recipe
-
-    ffn = {"d_ff": shape.expert_width, "activation": "silu", "gated": True}
-    router = {"num_experts": shape.num_experts, "top_k": shape.top_k, "normalize": True}
-    heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-    model = {
-        "vocab_size": shape.vocab_size,
-        "d_model": shape.d_model,
-        "num_layers": shape.num_layers,
-        "attention": heads | {"qk_norm": True},
-        "feed_forward": ffn,
-        "moe": {"router": router, "experts": ffn},
-    }
-    return Recipe.from_dict(
-        {
-            "name": "race",
-            "model": model,
-            "data": {"path": "none", "tokenizer": "none", "seq_len": shape.seq_len},
-            "train": {"steps": 1, "global_batch": shape.rows},
-            "optim": {"lr": LR, "clip": CLIP, "schedule": "constant"},
-            "parallel": {"ep": world, "zero_stage": 3} | parallel,
-            "balance": {"aux_coefficient": AUX},
-            "log": {"wandb": "off"},
-        }
-    )
-
-
-def our_names(whole: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """transformers' names and orientation of stacked experts -> ours."""
-    ours = {
-        "embed.weight": whole["model.embed_tokens.weight"],
-        "norm.weight": whole["model.norm.weight"],
-        "head.weight": whole["lm_head.weight"],
-    }
-    renamed = {
-        "attention_norm.weight": "input_layernorm.weight",
-        "feed_forward_norm.weight": "post_attention_layernorm.weight",
-        "feed_forward.router.weight": "mlp.gate.weight",
-    }
-    parts = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
-    parts |= {"query_norm": "q_norm", "key_norm": "k_norm"}
-    renamed |= {f"attention.{ours}.weight": f"self_attn.{theirs}.weight" for ours, theirs in parts.items()}
-    for layer in range(num_layers):
-        theirs = f"model.layers.{layer}"
-        ours |= {f"layers.{layer}.{name}": whole[f"{theirs}.{other}"] for name, other in renamed.items()}
-        for name, other in (("w_up", "gate_up_proj"), ("w_down", "down_proj")):
-            ours[f"layers.{layer}.feed_forward.experts.{name}"] = whole[f"{theirs}.mlp.experts.{other}"].transpose(1, 2)
-    return ours
 
 
 # ---------------------------------------------------------------------- theirs

@@ -1,6 +1,6 @@
 """The expert layer, forward and backward: ours beside the alternatives, as a share of the dense-GEMM limit.
 
-    OMP_NUM_THREADS=1 python benchmarks/experts.py [--dtype bf16] [--json out.json]
+    OMP_NUM_THREADS=1 python -m benchmarks.experts [--dtype bf16] [--json out.json]
 
 One thread, process CPU seconds (a shared machine's wall clock says little), median of five. The limit is six dense
 matrix products of the same FLOPs. ``indexed`` is the loop over ``weight[e]`` that transformers calls eager.
@@ -41,17 +41,17 @@ PATHS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def measure(experts: int, d_ff: int, top_k: int, dtype: torch.dtype) -> dict[str, float]:
+def measure(tokens: int, experts: int, d_ff: int, top_k: int, dtype: torch.dtype) -> dict[str, float]:
     """Share of the limit for each path."""
     torch.manual_seed(0)
     x, w_up, w_down = (
         torch.randn(*shape).mul_(0.05).to(dtype).requires_grad_()
-        for shape in ((TOKENS, WIDTH), (experts, WIDTH, 2 * d_ff), (experts, d_ff, WIDTH))
+        for shape in ((tokens, WIDTH), (experts, WIDTH, 2 * d_ff), (experts, d_ff, WIDTH))
     )
-    weights, chosen = torch.randn(TOKENS, experts).softmax(-1).topk(top_k)
-    grad = torch.randn(TOKENS, WIDTH).to(dtype)
+    weights, chosen = torch.randn(tokens, experts).softmax(-1).topk(top_k)
+    grad = torch.randn(tokens, WIDTH).to(dtype)
     leaves = (x, chosen, weights.requires_grad_(), w_up, w_down)
-    limit = cpu_seconds(lambda: dense(TOKENS * top_k, d_ff, dtype))
+    limit = cpu_seconds(lambda: dense(tokens * top_k, d_ff, dtype))
     return {name: limit / cpu_seconds(lambda p=path: p(*leaves).backward(grad)) for name, path in PATHS.items()}
 
 
@@ -81,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--quick", action="store_true", help="few tokens: that it runs, not how fast")
     args = parser.parse_args()
     torch.set_num_threads(1)
     tune_allocator()
@@ -88,7 +89,7 @@ def main() -> None:
     rows = []
     print(f"{args.dtype}, share of the dense limit".ljust(34), *(name.rjust(11) for name in PATHS))
     for experts, d_ff, top_k in SHAPES:
-        shares = measure(experts, d_ff, top_k, dtype)
+        shares = measure(64 if args.quick else TOKENS, experts, d_ff, top_k, dtype)
         rows.append({"experts": experts, "d_ff": d_ff, "top_k": top_k, "dtype": args.dtype, **shares})
         label = f"{experts} experts of {d_ff}, top-{top_k}"
         print(label.ljust(34), *(f"{share:11.2f}" for share in shares.values()))

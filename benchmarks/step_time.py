@@ -1,6 +1,6 @@
 """One optimizer step of a Qwen3-MoE model on two ranks: ours beside DeepSpeed AutoEP and transformers' own way.
 
-    OMP_NUM_THREADS=1 python benchmarks/step_time.py [--rounds 9] [--only NAME ...] [--json out.json]
+    OMP_NUM_THREADS=1 python -m benchmarks.step_time [--rounds 9] [--only NAME ...] [--json out.json]
 
 Same weights, same batches, fp32, gloo, AdamW (fused) with clipping, ZeRO-3, experts spread over both ranks where the
 contestant can. Every contestant has two processes of its own that wait while others step; a round is one step of each,
@@ -22,8 +22,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-import contestants
-from contestants import AUX, Contestant, Shape
+import torch
+import torch.distributed as dist
+
+from benchmarks import contestants
+from benchmarks.contestants import Contestant
+from benchmarks.qwen3_moe import Shape, save_checkpoint
+from moe_zoo.comm.processes import tune_allocator
 
 RACE: dict[str, type[Contestant]] = {
     "ours-deepspeed": contestants.Ours,
@@ -36,7 +41,7 @@ RACE: dict[str, type[Contestant]] = {
 WORLD, WARM_UP = 2, 2
 QUICK = Shape(64, 32, 1, 4, 2, 8, 4, 16, 2, rows=2, seq_len=16)
 LOSS_TOLERANCE = 1e-4  # nats, of the first step
-HEAVY = ["contestants", "moe_zoo.engines.deepspeed", "moe_zoo.engines.fsdp", "moe_zoo.parallel.build"]
+HEAVY = ["benchmarks.contestants", "moe_zoo.engines.deepspeed", "moe_zoo.engines.fsdp", "moe_zoo.parallel.build"]
 HEAVY += ["transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.distributed"]
 
 
@@ -91,11 +96,6 @@ class Team:
 
 def rank_main(rank: int, name: str, shape: Shape, folder: Path, pipe: Connection) -> None:
     """Build, say so, then step whenever an index comes. What went wrong is sent as text."""
-    import torch
-    import torch.distributed as dist
-
-    from moe_zoo.comm.processes import tune_allocator
-
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_SIZE=str(WORLD))
     torch.set_num_threads(1)
     tune_allocator()  # for all contestants: worth as much to each
@@ -112,32 +112,6 @@ def rank_main(rank: int, name: str, shape: Shape, folder: Path, pipe: Connection
             pipe.send((loss, time.perf_counter() - wall, time.process_time() - cpu))
     except BaseException:
         pipe.send(traceback.format_exc())
-
-
-def save_checkpoint(shape: Shape, folder: Path) -> None:
-    """Fresh weights as transformers saves them, and as one file of stacked tensors."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.d_model,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        num_experts=shape.num_experts,
-        moe_intermediate_size=shape.expert_width,
-        num_experts_per_tok=shape.top_k,
-        norm_topk_prob=True,
-        router_aux_loss_coef=AUX,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config)
-    model.save_pretrained(folder)
-    torch.save(model.state_dict(), folder / "whole.pt")
 
 
 def summary(team: Team, first: Team, shape: Shape) -> dict:
