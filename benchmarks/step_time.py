@@ -1,6 +1,6 @@
 """One optimizer step of a Qwen3-MoE model on two ranks: ours beside DeepSpeed AutoEP and transformers' own way.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.step_time [--rounds 9] [--only NAME ...] [--json out.json]
+    OMP_NUM_THREADS=1 python -m benchmarks.step_time [--experts 128] [--rounds 9] [--only NAME ...] [--json out.json]
 
 Same weights, same batches, fp32, gloo, AdamW (fused) with clipping, ZeRO-3, experts spread over both ranks where the
 contestant can. Every contestant has two processes of its own that wait while others step; a round is one step of each,
@@ -157,11 +157,12 @@ def main() -> None:
     """Print the table, and write it where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="steps of each that count")
+    parser.add_argument("--experts", type=int, default=Shape().num_experts, help="per layer")
     parser.add_argument("--only", nargs="+", choices=RACE, default=list(RACE), help="ratios are to the first")
     parser.add_argument("--quick", action="store_true", help="a toy model: that it runs, not how fast")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
-    shape, before = QUICK if args.quick else Shape(), os.getloadavg()[0]
+    shape, before = QUICK if args.quick else Shape(num_experts=args.experts), os.getloadavg()[0]
     rows = race(args.only, shape, rounds=1 if args.quick else args.rounds)
     when = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     load = f"load {before:.1f} before, {os.getloadavg()[0]:.1f} after"
