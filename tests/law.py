@@ -71,8 +71,11 @@ def seeds(step: int, rows: int) -> torch.Tensor:
 
 
 def starve_experts(weight: torch.Tensor) -> None:
-    """Experts 4 and up get no token: of u, -u, v, -v two logits are always above their zero."""
-    weight[1], weight[3], weight[4:] = -weight[0], -weight[2], 0.0
+    """Experts 4 and up get no token at first: of u, -u, v, -v two logits are always above zero, theirs hardly.
+
+    They are not equal: later steps choose between them too, and rounding would break a tie.
+    """
+    weight[1], weight[3], weight[4:] = -weight[0], -weight[2], 1e-5 * weight[4:]
 
 
 def routers(model: SparseDecoder) -> list[TopKRouter]:
