@@ -8,6 +8,7 @@ import atexit
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -18,6 +19,14 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _pools: dict[int, "_Pool"] = {}
+
+
+class RankError(AssertionError):
+    """What a rank raised: ``text`` is its traceback."""
+
+    def __init__(self, rank: int, world_size: int, text: str):
+        super().__init__(f"rank {rank} of {world_size}:\n{text}")
+        self.rank, self.text = rank, text
 
 
 def run_distributed(body: Callable, *args: Any, world_size: int = 2, timeout_s: float = 120) -> list[Any]:
@@ -65,7 +74,7 @@ class _Pool:
             failures = [(failed_at, rank, text) for rank, (failed_at, text) in answers.items() if failed_at]
             if failures:
                 _, rank, text = min(failures)  # the first: what the others say follows from it
-                raise AssertionError(f"rank {rank} of {len(self.pipes)}:\n{text}")
+                raise RankError(rank, len(self.pipes), text)
             results |= {rank: value for rank, (_, value) in answers.items()}
         return [results[rank] for rank in range(len(self.pipes))]
 
@@ -87,6 +96,7 @@ def _receive(pipe: Connection) -> tuple[float, Any]:
 def _rank_main(rank: int, world_size: int, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the caller, who ends the ranks
     import torch
 
     torch.set_num_threads(1)

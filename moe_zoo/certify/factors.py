@@ -1,0 +1,107 @@
+"""The table of what a layout is made of: each factor alone, from the simplest to the recipe's own combination.
+
+A factor is a list of cases, a case is what it changes of the twin on plain data parallelism. A new axis is one line.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from moe_zoo.certify.twin import Changes, changed
+from moe_zoo.engines import engine_name
+from moe_zoo.spec.errors import MoeZooError, RecipeError, did_you_mean
+from moe_zoo.spec.layout import resolve_layout
+from moe_zoo.spec.recipe import Recipe
+
+PASSES = 4  # micro-batches where there are several: enough for four stages
+
+
+class Case(NamedTuple):
+    """One layout to be held against the oracle; without a recipe, why there is none."""
+
+    factor: str
+    label: str
+    recipe: Recipe | None
+    reason: str = ""
+
+
+def _other_engine(twin: Recipe) -> str:
+    return "fsdp" if engine_name(twin) == "deepspeed" else "deepspeed"
+
+
+FACTORS: dict[str, Callable[[Recipe, int], list[Changes]]] = {
+    "order": lambda twin, ranks: [{}],
+    "zero": lambda twin, ranks: [{"parallel.zero_stage": stage} for stage in range(4)],
+    "engine": lambda twin, ranks: [{"parallel.engine": _other_engine(twin), "parallel.zero_stage": 3}],
+    "accumulation": lambda twin, ranks: [{"train.micro_batches": PASSES}],
+    "recompute": lambda twin, ranks: [{"parallel.recompute": 1}],
+    "ep": lambda twin, ranks: [{"parallel.ep": degree} for degree in sorted({2, ranks})],
+    "pp": lambda twin, ranks: [{"parallel.pp": 2, "train.micro_batches": PASSES}],
+    "tp": lambda twin, ranks: [{"parallel.tp": 2}],
+    "cp": lambda twin, ranks: [{"parallel.cp": 2}],
+    "etp": lambda twin, ranks: [{"parallel.etp": 2}],
+    "resume": lambda twin, ranks: [{}],
+    "combination": lambda twin, ranks: [{}],
+}
+DEGREES = ("pp", "tp", "cp", "etp")
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse a factor that does not exist."""
+    for name in names:
+        if name not in FACTORS:
+            raise RecipeError(f"--factors: {name!r}; no such factor; {did_you_mean(name, FACTORS)}")
+
+
+def cases(recipe: Recipe, twin: Recipe, ranks: int, names: Sequence[str]) -> list[Case]:
+    """The cases of ``names``, in the table's order; what the recipe cannot have is told, not left out."""
+    own = combination(recipe, ranks)
+    found = []
+    for name in FACTORS:
+        if name in names:
+            alone = [own] if name in ("combination", "resume") else FACTORS[name](twin, ranks)
+            found += [_case(name, changes, twin, ranks) for changes in alone]
+    return found
+
+
+def combination(recipe: Recipe, ranks: int) -> Changes:
+    """The recipe's own layout, each axis that it splits split in two while there are ranks."""
+    parallel, room = recipe.parallel, ranks
+    keys = ("schedule", "zero_stage", "recompute", "offload", "gather")
+    changes: Changes = {f"parallel.{key}": getattr(parallel, key) for key in keys}
+    changes["parallel.recompute"] = min(parallel.recompute, 2)
+    for axis in DEGREES:
+        if getattr(parallel, axis, 1) > 1 and room % 2 == 0:
+            changes[f"parallel.{axis}"], room = 2, room // 2
+    ep = parallel.ep
+    changes["parallel.ep"] = ep if isinstance(ep, str) else min(ep, 2 if room % 2 == 0 else 1)
+    if recipe.train.micro_batches > 1 or "parallel.pp" in changes:
+        changes["train.micro_batches"] = PASSES
+    return changes
+
+
+def _case(name: str, changes: Changes, twin: Recipe, ranks: int) -> Case:
+    label = _label(name, changes)
+    known = type(twin.parallel).model_fields
+    for key in changes:
+        if key.startswith("parallel.") and key.removeprefix("parallel.") not in known:
+            return Case(name, label, None, f"this version has no {key}")
+    try:
+        recipe = changed(twin, changes)
+        resolve_layout(recipe, ranks, ranks)
+        engine_name(recipe)
+    except MoeZooError as error:
+        return Case(name, label, None, "; ".join(str(error).split("; ")[:2]))
+    return Case(name, label, recipe)
+
+
+def _label(name: str, changes: Changes) -> str:
+    if name in ("order", "resume"):
+        return name
+    shown = {key.rpartition(".")[2]: value for key, value in changes.items()}
+    if name == "combination":
+        plain = {"recompute": 0, "offload": "none", "gather": "layer"}
+        shown = {key: value for key, value in shown.items() if plain.get(key) != value}
+        if "pp" not in shown:
+            shown.pop("schedule")
+    names = {"zero_stage": "zero", "micro_batches": "passes", "engine": "engine"}
+    return " ".join(f"{names.get(key, key)} {value}" for key, value in shown.items())
