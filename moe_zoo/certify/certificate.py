@@ -126,9 +126,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write(certificate: Certificate, folder: Path, table: str) -> None:
-    """``certificate.json``, and ``certificate.md`` for people."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write(certificate: Certificate, folder: Path, table: str) -> dict[str, Any]:
+    """``certificate.json``, which is returned, and ``certificate.md`` for people."""
     body = certificate.to_dict()
     (folder / "certificate.json").write_text(json.dumps(body, indent=1) + "\n")
     facts = {
@@ -141,6 +140,7 @@ def write(certificate: Certificate, folder: Path, table: str) -> None:
     lines = [f"# Certificate of {body['recipe']}", "", f"**{body['verdict']}**", ""]
     lines += [f"- {name}: {fact}" for name, fact in facts.items()]
     (folder / "certificate.md").write_text("\n".join([*lines, "", table, ""]))
+    return body
 
 
 def _plain(result: Result) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class Case(NamedTuple):
     label: str
     recipe: Recipe | None
     reason: str = ""
+    elsewhere: Recipe | None = None  # where a resumed run goes on
 
 
 def _other_engine(twin: Recipe) -> str:
@@ -91,17 +92,30 @@ def _case(name: str, changes: Changes, twin: Recipe, ranks: int) -> Case:
         engine_name(recipe)
     except MoeZooError as error:
         return Case(name, label, None, "; ".join(str(error).split("; ")[:2]))
-    return Case(name, label, recipe)
+    return Case(name, label, recipe, elsewhere=_elsewhere(twin, recipe) if name == "resume" else None)
+
+
+def _elsewhere(twin: Recipe, own: Recipe) -> Recipe:
+    """Plain data parallelism under the other engine, where there is one."""
+    try:
+        engine = engine_name(changed(twin, {"parallel.engine": _other_engine(twin), "parallel.zero_stage": 3}))
+    except MoeZooError:
+        engine = engine_name(twin)
+    passes = own.train.micro_batches
+    return changed(
+        twin, {"parallel.engine": engine, "parallel.zero_stage": 3, "train.micro_batches": passes}
+    )
 
 
 def _label(name: str, changes: Changes) -> str:
-    if name in ("order", "resume"):
-        return name
+    if name == "order":
+        return "every split over ranks"
     shown = {key.rpartition(".")[2]: value for key, value in changes.items()}
-    if name == "combination":
+    if name in ("combination", "resume"):
         plain = {"recompute": 0, "offload": "none", "gather": "layer"}
         shown = {key: value for key, value in shown.items() if plain.get(key) != value}
         if "pp" not in shown:
             shown.pop("schedule")
-    names = {"zero_stage": "zero", "micro_batches": "passes", "engine": "engine"}
-    return " ".join(f"{names.get(key, key)} {value}" for key, value in shown.items())
+    names = {"zero_stage": "zero", "micro_batches": "passes"}
+    text = " ".join(f"{names.get(key, key)} {value}" for key, value in shown.items())
+    return f"saved at {text}" if name == "resume" else text

@@ -78,16 +78,19 @@ class Bench:
         return Result(case.factor, case.label, "failed", {}, reason=failure, duration_s=time.monotonic() - began)
 
     def _measure(self, case: Case) -> list[Deviation]:
-        recipe = changed(case.recipe, {"train.seed": self.twin.train.seed})
+        recipe, elsewhere = (self._seeded(r) for r in (case.recipe, case.elsewhere or case.recipe))
         truth, problem = self.truths[recipe.train.micro_batches], make_problem(recipe)
         if case.factor == "order":
             rows = self.folder / "rows"
             write_rows(rows, recipe.data.seq_len)
             return self._on_ranks(same_rows, recipe, recipe, rows)
         if case.factor == "resume":
-            elsewhere = make_problem(changed(self.twin, {"train.micro_batches": recipe.train.micro_batches}))
-            return self._on_ranks(steps_across_a_checkpoint, problem, elsewhere, self.folder / "saved", truth)
+            after = make_problem(elsewhere)
+            return self._on_ranks(steps_across_a_checkpoint, problem, after, self.folder / "saved", truth)
         return self._on_ranks(steps_of_one_layout, problem, truth)
+
+    def _seeded(self, recipe: Recipe) -> Recipe:
+        return changed(recipe, {"train.seed": self.twin.train.seed})
 
     def _on_ranks(self, body: Callable[..., list[Deviation]], *args: Any) -> list[Deviation]:
         work = (self.log, self.around, body, args)
