@@ -60,7 +60,7 @@ def make_recipe(**changes) -> Recipe:
 def batches(recipe: Recipe) -> torch.Tensor:
     """(steps, rows, seq + 1) tokens; documents make ragged targets."""
     generator = torch.Generator().manual_seed(5)
-    shape = (STEPS, recipe.train.global_batch, SEQ + 1)
+    shape = (STEPS, recipe.train.global_batch, recipe.data.seq_len + 1)
     tokens = torch.randint(2, 29, shape, generator=generator)
     return tokens.masked_fill(torch.rand(shape, generator=generator) < 0.15, BOS)
 
@@ -157,7 +157,7 @@ def many_ranks(recipe: Recipe, truth: list[dict]) -> None:
     """The same steps by an engine on every rank; what it has is compared where it has it."""
     world = dist.get_world_size()
     mesh = Mesh(resolve_layout(recipe, world, world), torch.device("cpu"))
-    placed = build_model(recipe.model, mesh, SEED)
+    placed = build_model(recipe, mesh, SEED)
     with torch.no_grad():
         for router in routers(placed.module):
             starve_experts(router.weight)

@@ -14,29 +14,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_zoo.comm.collectives import sum_over
+from moe_zoo.comm.collectives import exchange, gather, sum_over
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.batch import MicroBatch, StepScale
-from moe_zoo.engines.objective import LossParts, Objective, token_loss_sum
+from moe_zoo.engines.objective import LossParts, Objective
 from moe_zoo.engines.pipeline import Pipeline, StageAdapter, StageCall
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.layers.router import RouterStats
 from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.ops.balance import bias_step
-from moe_zoo.ops.documents import IGNORED, PackedRows
+from moe_zoo.ops.documents import IGNORED, PackedRows, padded
 from moe_zoo.parallel.build import PlacedModel
+from moe_zoo.parallel.context import RowSplit
 from moe_zoo.parallel.recompute import recompute_blocks
 from moe_zoo.spec.errors import MoeZooError
 from moe_zoo.spec.recipe import Recipe
 
 STATE_KEYS = ("weight", "exp_avg", "exp_avg_sq")
-FetchState = Callable[[str, str, int, int], Tensor]  # (parameter, key, start, length) -> flat fp32 values
+FetchState = Callable[[str, str, int, int], Tensor]  # (parameter, key, start in the slice, length) -> flat fp32 values
 
 
 class Shard(NamedTuple):
-    """This rank's run of a flattened whole parameter: fp32 ``weight``, ``exp_avg`` and ``exp_avg_sq``, all flat."""
+    """A run of this rank's flattened slice of a parameter: fp32 ``weight``, ``exp_avg`` and ``exp_avg_sq``, all flat."""
 
-    name: str
+    name: str  # of the local tensor, whose placement says what it is a slice of
     start: int
     tensors: dict[str, Tensor]
 
@@ -64,8 +65,13 @@ class Engine(abc.ABC):
         self.module, self.placements = placed
         self.mesh, self.recipe = mesh, recipe
         recompute_blocks(self.module, recipe.parallel.recompute)
-        self.objective = Objective(recipe, mesh.stage_group)
+        self.split = RowSplit(mesh, recipe.parallel.context)
+        self.objective = Objective(recipe, mesh)
         self.named = self.module.global_names(self.module.named_parameters())
+        # Of a tied vocabulary in a pipeline: its local names. The head is a copy, and counts neither in norm nor shards.
+        is_twice = recipe.model.tie_embeddings and mesh.pp > 1
+        self.ends = [name for name in ("embed.weight", "head.weight") if is_twice and name in self.named]
+        self.copies = {name for name, placement in self.placements.items() if placement.name != name}
         self.routers = [layer.router for layer in self.module.modules() if isinstance(layer, MoELayer)]
         self.own_layers = [recipe.model.sparse_layers.index(router.layer) for router in self.routers]
         self.pipeline: Pipeline | None = None
@@ -82,6 +88,7 @@ class Engine(abc.ABC):
         if self.pipeline:
             with self._window():
                 return scale, *self.pipeline.backward(batch, scale)
+        batch = [self._own(micro) for micro in batch]
         step_counts = self._count(batch) if self.objective.needs_counting_pass(len(batch)) else None
         parts, stats = [], []
         with self._window():
@@ -100,29 +107,33 @@ class Engine(abc.ABC):
         """(sum of nats, targets) of these rows over the world. Every rank calls it equally often."""
         self.module.eval()
         logits, sums = self.logits(rows), torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        if logits is not None:
-            sums[0], sums[1] = token_loss_sum(logits, rows.targets), (rows.targets != IGNORED).sum()
+        if logits is not None:  # every rank of a row group counts all of its targets
+            sums[0] = self.objective.token_loss_sum(logits, self.split.own(rows).targets)
+            sums[1] = (rows.targets != IGNORED).sum()
         nats, targets = sum_over(sums, None).tolist()
-        return nats, int(targets)
+        return nats, round(targets) // (self.mesh.cp * self.mesh.tp)
 
     @torch.no_grad()
     def next_token_logits(self, rows: PackedRows) -> Tensor:
         """fp32 logits after the last position of one row, (vocab,), on every rank. Collective."""
         self.module.eval()
-        logits = self.logits(rows)
+        num_tokens = rows.input_ids.shape[1]
+        logits = self.logits(padded(rows, self.split.granule))
         last = torch.zeros(self.recipe.model.vocab_size, device=self.mesh.device)
         if logits is not None:
-            last.copy_(logits[0, -1])
+            whole = gather(gather(logits, 2, self.mesh.tp_group), 1, self.mesh.cp_group)
+            in_order = self.split.order(whole.shape[1], whole.device).argsort()
+            last.copy_(whole[0, in_order[num_tokens - 1]])
         return last if self.pipeline is None else self.pipeline.from_last_stage(last)
 
     def logits(self, rows: PackedRows) -> Tensor | None:
-        """Logits of these rows; None on the ranks that do not hold the last stage."""
+        """This rank's part of the logits of whole rows; None on the ranks that do not hold the last stage."""
         micro = MicroBatch(rows)
-        return self.pipeline.forward(micro) if self.pipeline else self.forward(micro).logits
+        return self.pipeline.forward(micro) if self.pipeline else self.forward(self._own(micro)).logits
 
     @abc.abstractmethod
     def forward(self, micro: MicroBatch) -> DecoderOutput:
-        """The whole model, where there is no pipeline, on this rank's rows."""
+        """The whole model, where there is no pipeline, on this rank's part of the rows."""
 
     @abc.abstractmethod
     def update(self, lr: float) -> float:
@@ -159,6 +170,7 @@ class Engine(abc.ABC):
                 self.objective,
                 self.mesh,
                 self.recipe,
+                self.split,
                 factor=self.factor,
                 wrap=wrap,
                 call=call,
@@ -168,9 +180,28 @@ class Engine(abc.ABC):
     def _begin(self, is_last: bool) -> None:
         """Before each micro-batch."""
 
+    def _sum_ends(self, shards: dict[str, list[Tensor]]) -> None:
+        """The gradient of a vocabulary tied across a pipeline is what its two copies got together, on both.
+
+        ``shards``: this rank's shards of the gradients of the ends that it has. The order of a sum of two does not
+        matter, so the copies stay equal to the last bit.
+        """
+        if len(shards) == 2:
+            for first, last in zip(*shards.values(), strict=True):
+                last.copy_(first.add_(last))
+        elif shards:
+            (name,) = shards
+            peer = self.mesh.pp - 1 if name == "embed.weight" else 0
+            for shard in shards[name]:
+                shard.add_(exchange(shard, peer, self.mesh.pp_group))
+
     def buffers(self) -> dict[str, Tensor]:
         """Router biases of this rank's stages, by their names in the whole model."""
         return self.module.global_names(self.module.named_buffers())
+
+    def _own(self, micro: MicroBatch) -> MicroBatch:
+        """This rank's columns of the rows."""
+        return micro._replace(rows=self.split.own(micro.rows))
 
     @staticmethod
     def _call(module: nn.Module, micro: MicroBatch) -> DecoderOutput:
@@ -181,7 +212,7 @@ class Engine(abc.ABC):
         local = sum((micro.rows.targets != IGNORED).sum() for micro in batch)
         rows, seq_len = batch[0].rows.input_ids.shape
         global_rows = rows * len(batch) * self.mesh.dp
-        num_targets = int(sum_over(local, self.mesh.stage_group))
+        num_targets = int(sum_over(local, self.mesh.stage_group)) // (self.mesh.cp * self.mesh.tp)
         if not num_targets:
             raise MoeZooError("data: a global batch without a single target; every document is empty; check the data")
         return StepScale(num_targets, global_rows * seq_len, seq_len, global_rows, len(batch))

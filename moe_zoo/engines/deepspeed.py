@@ -1,8 +1,9 @@
-"""DeepSpeed ZeRO 0 to 3 under experts spread over ranks.
+"""DeepSpeed ZeRO 0 to 3 under any layout.
 
 DeepSpeed's own MoE refuses stage 3. Here every parameter that is not whole carries the tags by which ZeRO shards it
-over its replica group, and DeepSpeed is told of one data-parallel group, all ranks of the stage. It divides every
-gradient, tagged or not, by the size of that group: ``factor`` gives it back.
+over its replica group, and DeepSpeed is told of one data-parallel group, all ranks of the pod. It divides every
+gradient, tagged or not, by the size of that group: ``factor`` gives it back. It never learns of other pods: the sums
+across them are ours.
 """
 
 import contextlib
@@ -55,10 +56,10 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, placed: PlacedModel, mesh: Mesh, recipe: Recipe):
         super().__init__(placed, mesh, recipe)
-        self.stage, self.factor = recipe.parallel.zero_stage, float(mesh.dp)
+        self.stage, self.factor = recipe.parallel.zero_stage, float(mesh.layout.pod_size)
         self.offloads = recipe.parallel.offload == "optimizer"
         self._tag()
-        self.optimizer = make_adamw(self.named, self.placements, recipe.optim)
+        self.optimizer = make_adamw(self.named, self.placements, recipe.optim, alone=self.ends)
         for group in self.optimizer.param_groups:
             if group["kind"] != "stage":
                 group["moe"], group["name"] = True, group["kind"]  # ZeRO 1 and 2 read these two
@@ -95,7 +96,7 @@ class DeepSpeedEngine(Engine):
 
     def _tag(self) -> None:
         for kind, group in self.mesh.replicas.items():
-            ds_groups._EXPERT_PARALLEL_GROUP[kind] = self.mesh.stage_group
+            ds_groups._EXPERT_PARALLEL_GROUP[kind] = self.mesh.pod_group
             ds_groups._EXPERT_DATA_PARALLEL_GROUP[kind] = group
         for name, param in self.named.items():
             kind = self.placements[name].kind
@@ -128,8 +129,7 @@ class DeepSpeedEngine(Engine):
         """DeepSpeed rounds the weights to bf16 before it copies them to its fp32 masters."""
 
         def fetch(name: str, key: str, start: int, length: int) -> Tensor:
-            offset = start - self.placements[name].run
-            return initial[name][offset : offset + length] if key == "weight" else torch.zeros(length)
+            return initial[name][start : start + length] if key == "weight" else torch.zeros(length)
 
         self.load(fetch, num_steps=0)
 
@@ -167,6 +167,7 @@ class DeepSpeedEngine(Engine):
         if not self.stage:
             yield
             self.engine.allreduce_gradients()
+            self._sum_copies()
             return
         if self.stage == 3:  # else a parameter without gradient in this step is given that of an older one
             self.zero.grad_partitions_flat_buffer.zero_()
@@ -179,6 +180,7 @@ class DeepSpeedEngine(Engine):
             yield
         if self.stage == 3:
             self.zero.parameter_offload.get_param_coordinator().release_and_reset_all(self.engine.module)
+        self._sum_copies()
 
     def _gather_all(self) -> None:
         """One collective per replica group; the hooks of the layers then find their weights, and leave them."""
@@ -189,21 +191,40 @@ class DeepSpeedEngine(Engine):
         for param in self.named.values():
             param.ds_active_sub_modules.add("step")  # a weight is released only when this set is empty
 
-    def _norm(self) -> Tensor:
-        """Shards are disjoint over the world, so the norm is one sum over it; whole gradients count by their share."""
-        if not self.stage:
-            squares = [param.grad.float().square().sum() / self._replicas(name) for name, param in self.named.items()]
-        else:
-            squares = [shard.float().square().sum() for shard in self._gradient_shards()]
-        square = torch.stack([square.to(self.mesh.device) for square in squares]).sum()
-        return self._checked(sum_over(square, None).sqrt())
+    def _sum_copies(self) -> None:
+        """What ZeRO does not know of: other pods, and the other end of a tied pipeline."""
+        if self.mesh.layout.replicate > 1:
+            for _, shards in self._gradients():
+                for shard in shards:
+                    dist.all_reduce(shard, group=self.mesh.across_pods)
+        if self.ends:
+            self._sum_ends({name: shards for name, shards in self._gradients() if name in self.ends})
 
-    def _gradient_shards(self) -> list[Tensor]:
+    def _norm(self) -> Tensor:
+        """Shards are disjoint over a pod, so the norm is one sum over the world; replicas count by their share."""
+        squares = [
+            shard.float().square().sum().to(self.mesh.device) / (1 if self.stage else self._replicas(name))
+            for name, shards in self._gradients()
+            for shard in shards
+            if name not in self.copies
+        ]
+        return self._checked((sum_over(torch.stack(squares).sum(), None) / self.mesh.layout.replicate).sqrt())
+
+    def _gradients(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """(first parameter, this rank's shards of the gradients) of each of DeepSpeed's groups of parameters."""
+        if not self.stage:
+            yield from ((name, [param.grad]) for name, param in self.named.items())
+            return
+        names = {id(param): name for name, param in self.named.items()}
+        groups = self.zero.fp16_groups if self.stage == 3 else self.zero.round_robin_bit16_groups
+        for index, params in enumerate(groups):
+            yield names[id(params[0])], self._shards_of(index)
+
+    def _shards_of(self, index: int) -> list[Tensor]:
         if not self.offloads:
-            return [grad for group in self.zero.averaged_gradients.values() for grad in group]
-        if self.stage == 3:  # norms are kept of what went to the host
-            return list(self.zero.norm_for_param_grads.values())
-        return [flat.grad for flat in self.zero.single_partition_of_fp32_groups]
+            return self.zero.averaged_gradients[index]
+        flats = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
+        return [flats[index].grad]
 
     def _clip_whole_gradients(self) -> None:
         norm = self._norm()
@@ -218,30 +239,32 @@ class DeepSpeedEngine(Engine):
     # ------------------------------------------------------------------ shards
 
     def shards(self) -> list[Shard]:
+        if self.mesh.pod:
+            return []  # the first has the same
         if self.stage == 3:
-            return [self._zero3_shard(piece) for piece in self._zero3_pieces()]
+            return [self._zero3_shard(piece) for piece in self._zero3_pieces() if piece.name not in self.copies]
         return [
             Shard(
                 piece.name,
-                self.placements[piece.name].run + piece.start,
+                piece.start,
                 {key: values[piece.offset : piece.offset + piece.length] for key, values in state.items()},
             )
             for state, pieces in self._buffers()
             for piece in pieces
+            if piece.name not in self.copies
         ]
 
     def load(self, fetch: FetchState, num_steps: int) -> None:
         if self.stage == 3:
             return self._load_zero3(fetch, num_steps)
         for name, param in self.named.items():
-            placement = self.placements[name]
-            param.data.copy_(fetch(name, "weight", placement.run, placement.numel).view_as(param))
+            param.data.copy_(fetch(name, "weight", 0, param.numel()).view_as(param))
         self._make_moments(num_steps)
         for state, pieces in self._buffers(is_loading=True):
             for piece in pieces:
-                start = self.placements[piece.name].run + piece.start
                 for key, values in state.items():
-                    values[piece.offset : piece.offset + piece.length] = fetch(piece.name, key, start, piece.length)
+                    fetched = fetch(piece.name, key, piece.start, piece.length)
+                    values[piece.offset : piece.offset + piece.length] = fetched
 
     def _buffers(self, is_loading: bool = False) -> Iterator[tuple[dict[str, Tensor], list[Piece]]]:
         """Stages 0 to 2: flat state buffers, and what this rank saves of them, or needs in them."""
@@ -279,8 +302,7 @@ class DeepSpeedEngine(Engine):
         param = self.named[piece.name]
         tensors = {"weight": safe_get_local_fp32_param(param)}
         tensors |= {key: safe_get_local_optimizer_state(param, key) for key in MOMENTS}
-        start = self.placements[piece.name].run + piece.start
-        return Shard(piece.name, start, {key: values.view(-1)[: piece.length] for key, values in tensors.items()})
+        return Shard(piece.name, piece.start, {key: values.view(-1)[: piece.length] for key, values in tensors.items()})
 
     def _load_zero3(self, fetch: FetchState, num_steps: int) -> None:
         self._make_moments(num_steps)
@@ -288,8 +310,7 @@ class DeepSpeedEngine(Engine):
             param = self.named[piece.name]
             for key in STATE_KEYS:
                 values = torch.zeros(param.partition_numel(), device=self.mesh.device)
-                start = self.placements[piece.name].run + piece.start
-                values[: piece.length] = fetch(piece.name, key, start, piece.length)
+                values[: piece.length] = fetch(piece.name, key, piece.start, piece.length)
                 if key == "weight":
                     safe_set_local_fp32_param(param, values)
                     param.ds_tensor.data.copy_(values)  # the setter writes the master copy only
@@ -307,19 +328,19 @@ class DeepSpeedEngine(Engine):
 
 
 class _Mpu:
-    """What DeepSpeed asks of a model-parallel unit: its data-parallel world is the stage, nothing else is split."""
+    """What DeepSpeed asks of a model-parallel unit: its data-parallel world is the pod, nothing else is split."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
 
     def get_data_parallel_group(self):
-        return self.mesh.stage_group
+        return self.mesh.pod_group
 
     def get_data_parallel_world_size(self):
-        return self.mesh.dp
+        return self.mesh.layout.pod_size
 
     def get_data_parallel_rank(self):
-        return self.mesh.dp_rank
+        return self.mesh.pod_rank
 
     def get_model_parallel_group(self):
         return self.mesh.pp_group

@@ -1,4 +1,4 @@
-"""torch FSDP2 under experts spread over ranks: gradients are summed over the replica group, nothing is averaged.
+"""torch FSDP2 under any layout: gradients are summed over the replica group, nothing is averaged.
 
 ``zero_stage`` 3 frees a block's weights after its forward, unless ``parallel.gather`` is ``step``; 2 keeps them until
 its backward.
@@ -40,11 +40,12 @@ class FSDPEngine(Engine):
         return self._call(self.module, micro)
 
     def update(self, lr: float) -> float:
-        grads = [param.grad.to_local() for param in self.named.values()]
-        square = torch.stack([grad.float().square().sum() for grad in grads]).sum()
-        norm = self._checked(sum_over(square, None).sqrt())  # shards are disjoint over the world
+        grads = {name: param.grad.to_local() for name, param in self.named.items()}
+        square = torch.stack([g.float().square().sum() for name, g in grads.items() if name not in self.copies]).sum()
+        # Shards are disjoint over the ranks of a pod, and the same in each pod.
+        norm = self._checked((sum_over(square, None) / self.mesh.layout.replicate).sqrt())
         if self.recipe.optim.clip:
-            for grad in grads:
+            for grad in grads.values():
                 grad.mul_((self.recipe.optim.clip / (norm + 1e-6)).clamp(max=1.0))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -61,7 +62,7 @@ class FSDPEngine(Engine):
         return [
             Shard(name, start, {key: values.view(-1) for key, values in self._local(name).items()})
             for name, start, length in self._runs()
-            if length
+            if length and self.mesh.pod == 0 and name not in self.copies
         ]
 
     def load(self, fetch: FetchState, num_steps: int) -> None:
@@ -77,34 +78,59 @@ class FSDPEngine(Engine):
     def _window(self) -> Iterator[None]:
         self.optimizer.zero_grad()
         yield
+        self._sum_ends({name: [self.named[name].grad.to_local()] for name in self.ends})
 
     def _begin(self, is_last: bool) -> None:
         self.module.set_requires_gradient_sync(is_last)  # earlier micro-batches add up unreduced
         self.module.set_is_last_backward(is_last)
 
     def _shard(self) -> None:
-        kind_of = {id(param): self.placements[name].kind for name, param in self.named.items()}
-        meshes = {
-            kind: DeviceMesh.from_group(group, self.mesh.device.type, mesh_dim_names=(kind,))
-            for kind, group in self.mesh.replicas.items()
-        }
+        meshes = {kind: self._device_mesh(kind) for kind in self.mesh.replicas}
         precision = self.recipe.precision
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
         parallel = self.recipe.parallel
         # In a pipeline a block freed after its forward would leave a split backward without gradient.
         frees = parallel.zero_stage == 3 and parallel.gather == "layer" and self.mesh.pp == 1
         options = {"reshard_after_forward": frees, "mp_policy": policy}
+        kinds = self._kinds()
+        for stage in self.module.stages.values():
+            for block in stage.layers.values():
+                self._shard_slices(list(block.modules()), kinds, meshes, options)
+                fully_shard(block, mesh=meshes["stage"], **options)
+            ends = [module for module in (stage.embed, stage.head) if module is not None]
+            self._shard_slices(ends, kinds, meshes, options)
+        self.whole = {"mesh": meshes["stage"], "mp_policy": policy, "reshard_after_forward": False}
+        if self.mesh.pp == 1:
+            self._shard_whole(self.module)
+
+    def _device_mesh(self, kind: str) -> DeviceMesh:
+        """Shards over the replica group; with pods, a first dimension over which shards are summed."""
+        group, device = self.mesh.replicas[kind], self.mesh.device.type
+        if self.mesh.layout.replicate == 1:
+            return DeviceMesh.from_group(group, device, mesh_dim_names=(kind,))
+        ranks = [None] * self.mesh.layout.replicate
+        dist.all_gather_object(ranks, dist.get_process_group_ranks(group), group=self.mesh.across_pods)
+        names = ("pods", kind)
+        return DeviceMesh.from_group([self.mesh.across_pods, group], device, mesh=ranks, mesh_dim_names=names)
+
+    def _kinds(self) -> dict[nn.Module, str]:
+        """The kind of each module that owns slices."""
+        kind_of = {id(param): self.placements[name].kind for name, param in self.named.items()}
+        found = {}
         for module in self.module.modules():
             kinds = {kind_of[id(param)] for param in module.parameters(recurse=False)}
             assert len(kinds) < 2, "a module's own parameters share a replica group"
             if kinds - {"stage"}:
-                fully_shard(module, mesh=meshes[kinds.pop()], **options)
-        for stage in self.module.stages.values():
-            for block in stage.layers.values():
-                fully_shard(block, mesh=meshes["stage"], **options)
-        self.whole = {"mesh": meshes["stage"], "mp_policy": policy, "reshard_after_forward": False}
-        if self.mesh.pp == 1:
-            self._shard_whole(self.module)
+                found[module] = kinds.pop()
+        return found
+
+    def _shard_slices(
+        self, modules: list[nn.Module], kinds: dict[nn.Module, str], meshes: dict[str, DeviceMesh], options: dict
+    ) -> None:
+        """One collective for all slices of a kind."""
+        for kind in sorted(meshes.keys() - {"stage"}):  # in one order on all ranks
+            if own := [module for module in modules if kinds.get(module) == kind]:
+                fully_shard(own, mesh=meshes[kind], **options)
 
     def _shard_whole(self, root: nn.Module) -> nn.Module:
         """What the blocks and experts have left over, and sums instead of means everywhere below."""
@@ -116,13 +142,13 @@ class FSDPEngine(Engine):
         return root
 
     def _runs(self) -> Iterator[tuple[str, int, int]]:
-        """(name, first element in the whole parameter, elements) of each local shard: a chunk along dimension 0."""
+        """(name, first element in the slice, elements) of each local shard: a chunk along dimension 0."""
         for name, param in self.named.items():
             group = self.mesh.replicas[self.placements[name].kind]
             chunk = -(-param.shape[0] // dist.get_world_size(group))
             row = min(dist.get_rank(group) * chunk, param.shape[0])
             width = param.numel() // param.shape[0]
-            yield name, self.placements[name].run + row * width, param.to_local().numel()
+            yield name, row * width, param.to_local().numel()
 
     def _local(self, name: str) -> dict[str, Tensor]:
         param = self.named[name]

@@ -6,16 +6,17 @@ Letters: L layers, B rows, E experts.
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from moe_zoo.comm.collectives import sum_over
+from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.batch import StepScale
 from moe_zoo.layers.router import RouterStats
 from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.ops.balance import balance_loss, pool_tokens, z_loss
 from moe_zoo.ops.documents import IGNORED
+from moe_zoo.parallel.tensor import vocabulary_loss_sum
 from moe_zoo.spec.recipe import Recipe
 
 
@@ -37,8 +38,8 @@ def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 class Objective:
     """Token loss plus routing losses of a recipe."""
 
-    def __init__(self, recipe: Recipe, group: dist.ProcessGroup):
-        self.spec, self.group = recipe.balance, group
+    def __init__(self, recipe: Recipe, mesh: Mesh):
+        self.spec, self.mesh = recipe.balance, mesh
         self.top_k = recipe.model.moe.router.top_k if recipe.model.moe else 1
         self.num_layers = len(recipe.model.sparse_layers)
         self.aux_coefficient = self.spec.aux_coefficient if self.spec.method == "aux_loss" else 0.0
@@ -50,16 +51,23 @@ class Objective:
     def pooled_counts(self, counts_LBE: Tensor) -> Tensor:
         """Counts of each local row's pool, (L, B or 1, E)."""
         if self.spec.scope == "sequence":
-            return counts_LBE
-        return sum_over(counts_LBE.sum(1, keepdim=True), self.group)
+            is_split = self.mesh.cp * self.mesh.tp > 1
+            return sum_over(counts_LBE, self.mesh.seq_group) if is_split else counts_LBE
+        return sum_over(counts_LBE.sum(1, keepdim=True), self.mesh.stage_group)
 
     def __call__(
         self, output: DecoderOutput, targets: Tensor, scale: StepScale, step_counts: Tensor | None = None
     ) -> LossParts:
         """This micro-batch's parts; ``step_counts`` come from the counting pass, where one was needed."""
-        token = token_loss_sum(output.logits, targets) / scale.num_targets
+        token = self.token_loss_sum(output.logits, targets) / scale.num_targets
         routing, balance, z = self.routing(output, scale, step_counts)
         return LossParts(token + routing, token.detach(), balance, z)
+
+    def token_loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Summed cross-entropy of this rank's tokens, in nats; ``targets`` (rows, seq / cp)."""
+        if self.mesh.tp > 1:
+            return vocabulary_loss_sum(logits, targets, self.mesh)
+        return token_loss_sum(logits, targets)
 
     def routing(
         self, output: DecoderOutput, scale: StepScale, step_counts: Tensor | None = None

@@ -13,11 +13,11 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.batch import MicroBatch, StepScale
-from moe_zoo.engines.objective import LossParts, Objective, token_loss_sum
+from moe_zoo.engines.objective import LossParts, Objective
 from moe_zoo.layers.router import RouterStats
 from moe_zoo.models.decoder import DecoderOutput
-from moe_zoo.ops.documents import document_mask
 from moe_zoo.parallel.build import RankStages
+from moe_zoo.parallel.context import RowSplit
 from moe_zoo.spec.recipe import Recipe
 
 StageCall = Callable[..., DecoderOutput]  # (stage index, hidden or ids, positions, mask, row seeds)
@@ -50,9 +50,9 @@ class StageAdapter(nn.Module):
             self.held = stage
 
     def forward(self, x: Tensor, positions: Tensor, row_seeds: Tensor | None = None) -> Tensor:
-        """Hidden states or ids of one micro-batch -> hidden states or logits."""
+        """Hidden states or ids of one micro-batch -> hidden states or logits; ``positions`` are those of whole rows."""
         pipeline, stage = self.unregistered
-        inputs = (x, positions, document_mask(positions), row_seeds)
+        inputs = (x, *pipeline.split.own_view(positions), row_seeds)
         output = self.call(self.index, *inputs) if self.call else stage(*inputs)
         return pipeline.noted(self.index, output)
 
@@ -70,6 +70,7 @@ class Pipeline:
         objective: Objective,
         mesh: Mesh,
         recipe: Recipe,
+        split: RowSplit,
         *,
         factor: float,
         wrap: Callable[[StageAdapter], nn.Module],
@@ -77,7 +78,7 @@ class Pipeline:
         splits_backward: bool,
     ):
         """``factor`` is the engine's; ``wrap`` shards an adapter, ``call`` runs a stage by the engine (else directly)."""
-        self.objective, self.mesh, self.recipe, self.factor = objective, mesh, recipe, factor
+        self.objective, self.mesh, self.recipe, self.split, self.factor = objective, mesh, recipe, split, factor
         layout = mesh.layout
         self.num_stages = layout.num_stages
         self.owner = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
@@ -96,10 +97,9 @@ class Pipeline:
         """Run the schedule. Parts and statistics hold what this rank's stages saw, layers in order."""
         self.step_counts = self._count(batch) if self.objective.needs_counting_pass(len(batch)) else {}
         self.scale, self.ledger = scale, []
-        rows = [
-            torch.cat([getattr(micro.rows, name) for micro in batch]) for name in ("input_ids", "positions", "targets")
-        ]
-        input_ids, positions, targets = rows
+        own = [self.split.own(micro.rows) for micro in batch]
+        input_ids, targets = (torch.cat([getattr(rows, name) for rows in own]) for name in ("input_ids", "targets"))
+        positions = torch.cat([micro.rows.positions for micro in batch])
         seeds = torch.cat([micro.row_seeds for micro in batch])
         losses: list[Tensor] = []
         self.schedule.step(
@@ -139,18 +139,17 @@ class Pipeline:
         return [RouterStats(*map(torch.cat, zip(*summed, strict=True)))] if summed else []
 
     def _token_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return token_loss_sum(logits, targets) * self.factor / self.scale.num_targets
+        return self.objective.token_loss_sum(logits, targets) * self.factor / self.scale.num_targets
 
     def _schedule(self, splits_backward: bool):
         recipe, mesh = self.recipe, self.mesh
         rows = recipe.train.global_batch // recipe.train.micro_batches // mesh.dp
-        dtype = self._wire_dtype()
-        shape = (rows, recipe.data.seq_len)
-        ids = torch.empty(shape, dtype=torch.int64, device=mesh.device)
+        columns = recipe.data.seq_len // mesh.cp
+        ids = torch.empty(rows, columns, dtype=torch.int64, device=mesh.device)
         # Static shapes: nothing need run to infer them. Without requires_grad no gradient would be sent back.
         hidden, logits = (
-            torch.empty(*shape, width, dtype=dtype, device=mesh.device, requires_grad=True)
-            for width in (recipe.model.d_model, recipe.model.vocab_size)
+            torch.empty(rows, *shape, dtype=self._wire_dtype(), device=mesh.device, requires_grad=True)
+            for shape in ((columns // mesh.tp, recipe.model.d_model), (columns, recipe.model.vocab_size // mesh.tp))
         )
         # A separate weight pass writes .grad of weights that ZeRO-3 has freed: a no-op makes the input pass do both.
         whole = {} if splits_backward else {"dw_builder": lambda: lambda: None}
@@ -176,13 +175,13 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, micro: MicroBatch) -> Tensor | None:
         """Rows through all stages, one after the other; logits on the ranks that hold the last one, else None."""
-        rows, x = micro.rows, micro.rows.input_ids
-        width = self.recipe.model.d_model
+        rows, x = micro.rows, self.split.own(micro.rows).input_ids
+        shape = (len(x), x.shape[1] // self.mesh.tp, self.recipe.model.d_model)
         for index in range(self.num_stages):
             if self.owner[index] != self.mesh.pp_rank:
                 continue
             if index and self.owner[index - 1] != self.mesh.pp_rank:
-                x = torch.empty(*rows.input_ids.shape, width, dtype=self._wire_dtype(), device=self.mesh.device)
+                x = torch.empty(shape, dtype=self._wire_dtype(), device=self.mesh.device)
                 dist.recv(x, group=self.mesh.pp_group, group_src=self.owner[index - 1])
             x = self.adapters[index](x, rows.positions, micro.row_seeds)
             if index + 1 < self.num_stages and self.owner[index + 1] != self.mesh.pp_rank:

@@ -1,11 +1,14 @@
 """Grouped-query attention with rotary positions. Letters: B batch, S queries, H heads, d head width."""
 
+from collections.abc import Callable
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_zoo.ops.attention import attend
 from moe_zoo.ops.rope import rotate
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (queries, keys, values, mask)
 
 
 class KeyValueCache(Protocol):
@@ -15,13 +18,18 @@ class KeyValueCache(Protocol):
 
 
 class GroupedQueryAttention(nn.Module):
-    """``num_heads / num_kv_heads`` query heads share a key and value head. Source: arXiv:2305.13245."""
+    """``num_heads / num_kv_heads`` query heads share a key and value head. Source: arXiv:2305.13245.
+
+    ``moe_zoo.parallel`` gives it some of the heads, and another ``attend`` where a row is split over ranks.
+    """
+
+    attend: Attend
 
     def __init__(
         self, d_model: int, num_heads: int, num_kv_heads: int, head_dim: int, qk_norm_eps: float | None, layer: int
     ):
         super().__init__()
-        self.layer, self.head_dim, self.is_grouped = layer, head_dim, num_kv_heads < num_heads
+        self.layer, self.head_dim, self.attend = layer, head_dim, attend
         self.query = nn.Linear(d_model, num_heads * head_dim, bias=False)
         self.key = nn.Linear(d_model, num_kv_heads * head_dim, bias=False)
         self.value = nn.Linear(d_model, num_kv_heads * head_dim, bias=False)
@@ -42,8 +50,5 @@ class GroupedQueryAttention(nn.Module):
         k_BHSd = rotate(self.key_norm(k_BHSd), angles)
         if cache is not None:
             k_BHSd, v_BHSd = cache.update(k_BHSd, v_BHSd, self.layer)
-        is_causal = mask is None and q_BHSd.shape[2] > 1  # one query at the end of a cache sees every key
-        out_BHSd = F.scaled_dot_product_attention(
-            q_BHSd, k_BHSd, v_BHSd, attn_mask=mask, is_causal=is_causal, enable_gqa=self.is_grouped
-        )
+        out_BHSd = self.attend(q_BHSd, k_BHSd, v_BHSd, mask)
         return self.out(out_BHSd.transpose(1, 2).flatten(2))

@@ -14,6 +14,7 @@ MODULES = (  # in the order of who needs whom
     "moe_zoo.ops.routing",
     "moe_zoo.ops.experts",
     "moe_zoo.ops.rope",
+    "moe_zoo.ops.attention",
     "moe_zoo.comm.collectives",
     "moe_zoo.layers.norm",
     "moe_zoo.layers.attention",

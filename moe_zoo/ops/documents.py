@@ -6,6 +6,7 @@ Letters: B rows, S positions.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # a target that no loss counts; the value torch's cross-entropy ignores
@@ -27,6 +28,19 @@ def unpack_rows(tokens: Tensor, bos_id: int) -> PackedRows:
     positions = index - torch.where(input_ids == bos_id, index, 0).cummax(dim=1).values
     targets = targets.masked_fill(targets == bos_id, IGNORED)
     return PackedRows(input_ids, targets, positions, document_mask(positions))
+
+
+def padded(rows: PackedRows, multiple: int) -> PackedRows:
+    """Causal rows of one document, longer by as many positions as make them a multiple; nothing asks for those."""
+    assert rows.mask is None
+    missing = -rows.input_ids.shape[1] % multiple
+    positions = torch.arange(rows.input_ids.shape[1] + missing, device=rows.input_ids.device)
+    return PackedRows(
+        F.pad(rows.input_ids, (0, missing)),
+        F.pad(rows.targets, (0, missing), value=IGNORED),
+        positions.expand(len(rows.input_ids), -1),
+        None,
+    )
 
 
 def document_mask(positions: Tensor) -> Tensor | None:

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_zoo.comm.mesh import Mesh
-from moe_zoo.layers.dispatch import AllToAllDispatcher
-from moe_zoo.layers.moe import MoELayer
 from moe_zoo.models.decoder import DecoderOutput, SparseDecoder
 from moe_zoo.models.init import initial_values
-from moe_zoo.parallel.placement import Cut, Placement, take
+from moe_zoo.parallel.context import split_rows
+from moe_zoo.parallel.experts import spread_experts
+from moe_zoo.parallel.placement import Placement, take
+from moe_zoo.parallel.tensor import split_tensors
 from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.recipe import Parallel, Recipe
 from moe_zoo.spec.stages import cut_stages
 
 T = TypeVar("T")
@@ -42,57 +44,56 @@ class PlacedModel(NamedTuple):
     placements: dict[str, Placement]
 
 
-def build_model(architecture: Architecture, mesh: Mesh, seed: int, seq_len: int = 1) -> PlacedModel:
-    """This rank's share with its initial weights: a pure function of (architecture, seed), cut by the mesh.
-
-    ``seq_len`` weighs attention when the model is cut in stages.
-    """
-    cuts = cut_stages(architecture, mesh.layout.num_stages, seq_len)
+def build_model(recipe: Recipe, mesh: Mesh, seed: int) -> PlacedModel:
+    """This rank's share of the recipe's model with its initial weights, a pure function of (architecture, seed)."""
+    architecture = recipe.model
+    cuts = cut_stages(architecture, mesh.layout.num_stages, recipe.data.seq_len)
     stages, placements = {}, {}
     for index in mesh.layout.stages_of(mesh.pp_rank):
         with torch.device("meta"):
             stages[index] = SparseDecoder(architecture, cuts[index])
-        placements |= shard_experts(stages[index], mesh)
-        materialize(stages[index], _initial(stages[index], placements, seed), mesh.device)
+        placements |= split(stages[index], mesh, recipe.parallel)
+        materialize(stages[index], _initial(architecture, placements, seed), mesh.device)
     return PlacedModel(RankStages(stages), placements)
 
 
-def _initial(model: SparseDecoder, placements: dict[str, Placement], seed: int) -> Callable[[str, Tensor], Tensor]:
-    def fill(name: str, _: Tensor) -> Tensor:
+def split(model: SparseDecoder, mesh: Mesh, parallel: Parallel) -> dict[str, Placement]:
+    """Edit a model on the meta device into this rank's share; the weights to fill in are described, not cut."""
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    slices = spread_experts(model, mesh) | split_tensors(model, mesh)
+    split_rows(model, mesh, parallel.context)
+    return {
+        name: Placement(_whole_name(name, model), shape, *slices.get(name, ("stage", ())))
+        for name, shape in shapes.items()
+    }
+
+
+def _whole_name(name: str, model: SparseDecoder) -> str:
+    """The head of a last stage whose embedding stands in the first is a copy of it."""
+    is_copy = name == "head.weight" and model.architecture.tie_embeddings
+    return "embed.weight" if is_copy else name
+
+
+def _initial(architecture: Architecture, placements: dict[str, Placement], seed: int) -> Callable[[str], Tensor]:
+    def fill(name: str) -> Tensor:
         placement = placements[name]
-        first, *others = placement.cuts if ".experts." in name and placement.cuts else (None, *placement.cuts)
-        size = placement.local_shape[0]
-        experts = range(first.index * size, (first.index + 1) * size) if first else None
-        values = initial_values(model.architecture, placement.name, placement.shape, seed, experts)
-        return reduce(take, others, values).contiguous()
+        cuts, experts = placement.cuts, None
+        if ".experts." in name and cuts and cuts[0].dim == 0:
+            size, cuts = placement.local_shape[0], cuts[1:]
+            experts = range(placement.cuts[0].index * size, (placement.cuts[0].index + 1) * size)
+        values = initial_values(architecture, placement.name, placement.shape, seed, experts)
+        return reduce(take, cuts, values).contiguous()
 
     return fill
 
 
-def shard_experts(model: SparseDecoder, mesh: Mesh) -> dict[str, Placement]:
-    """Cut every expert stack to this rank's experts, in place, and route through the network."""
-    is_split = mesh.ep > 1
-    placements = {}
-    for name, param in model.named_parameters():
-        if is_split and ".experts." in name:
-            placements[name] = Placement(name, tuple(param.shape), "ep", (Cut(0, mesh.ep, mesh.ep_rank),))
-        else:
-            placements[name] = Placement(name, tuple(param.shape), "stage")
-    for layer in filter(lambda module: isinstance(module, MoELayer), model.modules()):
-        if is_split:
-            layer.dispatcher = AllToAllDispatcher(layer.router.num_experts, mesh.ep_group)
-            for name, stack in list(layer.experts.named_parameters()):
-                setattr(layer.experts, name, nn.Parameter(stack.chunk(mesh.ep)[mesh.ep_rank]))
-    return placements
-
-
-def materialize(model: nn.Module, fill: Callable[[str, Tensor], Tensor], device: torch.device) -> None:
-    """Replace every meta parameter by ``fill(name, parameter)`` once, tied ones included; buffers start at zero."""
+def materialize(model: nn.Module, fill: Callable[[str], Tensor], device: torch.device) -> None:
+    """Replace every meta parameter by ``fill(name)`` once, tied ones included; buffers start at zero."""
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, param in list(module.named_parameters(recurse=False)):
             if id(param) not in made:
-                made[id(param)] = nn.Parameter(fill(f"{path}.{name}".lstrip("."), param).to(device))
+                made[id(param)] = nn.Parameter(fill(f"{path}.{name}".lstrip(".")).to(device))
             setattr(module, name, made[id(param)])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.zeros_like(buffer, device=device))

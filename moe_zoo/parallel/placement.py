@@ -17,6 +17,9 @@ class Cut(NamedTuple):
     blocks: int = 1
 
 
+Slices = dict[str, tuple[str, tuple[Cut, ...]]]  # parameter name -> (kind, cuts)
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """A slice of a whole parameter. ``kind`` names its replica group in ``Mesh.replicas``.

@@ -1,6 +1,7 @@
 """ParallelLayout: how many ways the ranks of a launch share the work. Derived, never written in a recipe."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_zoo.spec.errors import PlanError
@@ -16,22 +17,41 @@ def stages_per_rank(schedule: str) -> int:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Degrees of parallelism. Dense weights of a stage are shared by ``dp`` ranks, an expert by ``edp``."""
+    """Degrees of parallelism: ``world = pp x dp x cp x tp`` for dense weights.
+
+    The ``dp x cp x tp`` ranks of a stage are ``replicate`` pods, each with a whole copy of the stage's weights; inside
+    a pod they refold as ``edp x ep x etp`` for experts.
+    """
 
     world: int
-    ep: int  # ranks that hold different experts
+    ep: int  # groups of ranks that hold different experts
     pp: int = 1  # ranks that hold different layers
     schedule: str = "1F1B"  # of the pipeline
+    tp: int = 1  # ranks that share each dense matrix
+    cp: int = 1  # ranks that share each row
+    etp: int = 1  # ranks that share each expert
+    replicate: int = 1  # pods
+    kv_parts: int = 1  # parts of the key and value heads; below tp, some ranks hold the same ones
 
     @property
-    def dp(self) -> int:
-        """Ranks that read different rows: those of one pipeline rank."""
+    def stage_size(self) -> int:
+        """Ranks of one pipeline rank."""
         return self.world // self.pp
 
     @property
+    def pod_size(self) -> int:
+        """Ranks that hold one copy of a stage's weights between them."""
+        return self.stage_size // self.replicate
+
+    @property
+    def dp(self) -> int:
+        """Ways in which rows are dealt out."""
+        return self.stage_size // (self.cp * self.tp)
+
+    @property
     def edp(self) -> int:
-        """Ranks that hold the same experts."""
-        return self.dp // self.ep
+        """Ranks of a stage that hold the same slice of the same experts."""
+        return self.stage_size // (self.ep * self.etp)
 
     @property
     def num_stages(self) -> int:
@@ -45,6 +65,13 @@ class ParallelLayout:
         second = 2 * self.pp - 1 - pp_rank if self.schedule in V_SHAPED else pp_rank + self.pp
         return [pp_rank, second]
 
+    def __str__(self) -> str:
+        pipeline = f"pp {self.pp} ({self.schedule}) x " if self.pp > 1 else ""
+        pods = f" in {self.replicate} pods" if self.replicate > 1 else ""
+        inner = "".join(f" x {name} {size}" for name, size in (("cp", self.cp), ("tp", self.tp)) if size > 1)
+        sliced = f" x etp {self.etp}" if self.etp > 1 else ""
+        return f"{pipeline}dp {self.dp}{pods}{inner}, edp {self.edp} x ep {self.ep}{sliced}"
+
 
 def resolve_layout(recipe: Recipe, world: int, ranks_per_node: int) -> ParallelLayout:
     """The layout of ``recipe`` on ``world`` ranks. Raises ``PlanError`` where it does not fit."""
@@ -53,13 +80,25 @@ def resolve_layout(recipe: Recipe, world: int, ranks_per_node: int) -> ParallelL
             f"expect.world: {recipe.expect.world}; the recipe was launched on {world} {_ranks(world)}; "
             f"launch {recipe.expect.world}, or set expect=null"
         )
+    asked, model = recipe.parallel, recipe.model
     _check_pp(recipe, world)
-    pp = recipe.parallel.pp
-    dp = world // pp
-    ep = _auto_ep(recipe, dp, ranks_per_node) if recipe.parallel.ep == "auto" else recipe.parallel.ep
-    _check_ep(recipe, ep, dp)
-    _check_rows(recipe, dp)
-    return ParallelLayout(world=world, ep=ep, pp=pp, schedule=recipe.parallel.schedule)
+    _check_model_fits(recipe)
+    stage = world // asked.pp
+    whose = "launched" if asked.pp == 1 else f"of each of the {asked.pp} pipeline ranks"
+    _check_factors(stage, {"tp": asked.tp, "cp": asked.cp, "replicate": asked.replicate}, whose)
+    pod = stage // asked.replicate
+    ep = (
+        math.gcd(model.num_experts or 1, ranks_per_node, pod // math.gcd(pod, asked.etp))
+        if asked.ep == "auto"
+        else asked.ep
+    )
+    _check_experts(recipe, ep, pod, whose)
+    kv_parts = min(asked.tp, model.attention.num_kv_heads)
+    layout = ParallelLayout(
+        world, ep, asked.pp, asked.schedule, asked.tp, asked.cp, asked.etp, asked.replicate, kv_parts
+    )
+    _check_rows(recipe, layout.dp)
+    return layout
 
 
 def _check_pp(recipe: Recipe, world: int) -> None:
@@ -82,27 +121,78 @@ def _check_pp(recipe: Recipe, world: int) -> None:
             f"train.micro_batches: {passes}; schedule {schedule} of {pp} pipeline ranks wants a multiple of {pp}, at "
             f"least {least}; try {-(-max(passes, least) // pp) * pp}"
         )
-    if recipe.model.tie_embeddings:
+
+
+def _check_model_fits(recipe: Recipe) -> None:
+    """Whether every dimension that a factor cuts is a multiple of it."""
+    for factor, size, name, number in _cut_dimensions(recipe):
+        if number % size:
+            fits = _largest_divisor(number, at_most=size)
+            raise PlanError(f"parallel.{factor}: {size}; must divide {name} = {number}; try {fits}")
+    kv, tp = recipe.model.attention.num_kv_heads, recipe.parallel.tp
+    if kv % tp and tp % kv:
         raise PlanError(
-            "model.tie_embeddings: true; embedding and head of a pipeline live on different ranks; set it to false, or "
-            "parallel.pp to 1"
+            f"parallel.tp: {tp}; must divide model.attention.num_kv_heads = {kv} or be a multiple of it; try "
+            f"{math.gcd(kv, tp)}"
+        )
+    own, cp = max(kv // tp, 1), recipe.parallel.cp
+    if recipe.parallel.context == "ulysses" and own % cp and cp % own:
+        raise PlanError(
+            f"parallel.cp: {cp}; ulysses spreads {own} key heads, which it must divide or be a multiple of; try "
+            f"{math.gcd(own, cp)}, or parallel.context=gather"
         )
 
 
-def _auto_ep(recipe: Recipe, dp: int, ranks_per_node: int) -> int:
-    return math.gcd(recipe.model.num_experts or 1, ranks_per_node, dp)
+def _cut_dimensions(recipe: Recipe) -> Iterator[tuple[str, int, str, int]]:
+    """(factor, its degree, what it cuts, size of that)."""
+    model, asked, seq_len = recipe.model, recipe.parallel, recipe.data.seq_len
+    yield "tp", asked.tp, "model.attention.num_heads", model.attention.num_heads
+    yield "tp", asked.tp, "model.vocab_size", model.vocab_size
+    yield "tp", asked.tp, "data.seq_len", seq_len
+    if len(model.sparse_layers) < model.num_layers:
+        yield "tp", asked.tp, "model.feed_forward.d_ff", model.feed_forward.d_ff
+    if asked.context == "ulysses":
+        yield "cp", asked.cp, "data.seq_len / parallel.tp", seq_len // asked.tp
+        yield "cp", asked.cp, "model.attention.num_heads / parallel.tp", model.attention.num_heads // asked.tp
+    elif asked.cp > 1:  # the first half of a rank's chunks and the last half, so that causal work is even
+        yield "cp", asked.cp, "data.seq_len / parallel.tp / 2", seq_len // asked.tp // 2
+    if model.moe:
+        yield "etp", asked.etp, "model.moe.experts.d_ff", model.moe.experts.d_ff
+        if model.moe.shared:
+            yield "tp", asked.tp, "model.moe.shared.d_ff", model.moe.shared.d_ff
 
 
-def _check_ep(recipe: Recipe, ep: int, dp: int) -> None:
-    num_experts = recipe.model.num_experts
-    if ep > 1 and not num_experts:
-        raise PlanError(f"parallel.ep: {ep}; the model has no experts to spread; set parallel.ep to 1")
-    fits = _largest_divisor(math.gcd(dp, num_experts), at_most=ep) if num_experts else 1
-    if dp % ep:
-        whose = "launched" if recipe.parallel.pp == 1 else f"of each of the {recipe.parallel.pp} pipeline ranks"
-        raise PlanError(f"parallel.ep: {ep}; must divide the {dp} {_ranks(dp)} {whose}; try {fits}, or auto")
-    if num_experts and num_experts % ep:
-        raise PlanError(f"parallel.ep: {ep}; must divide the model's {num_experts} experts; try {fits}, or auto")
+def _check_factors(ranks: int, factors: dict[str, int], whose: str) -> None:
+    """Whether factors of the ranks of a stage divide them, one after the other."""
+    left = ranks
+    for name, size in factors.items():
+        if left % size:
+            fits = _largest_divisor(left, at_most=size)
+            rest = "" if left == ranks else f", of which {left} are left"
+            raise PlanError(
+                f"parallel.{name}: {size}; must divide the {ranks} {_ranks(ranks)} {whose}{rest}; try {fits}"
+            )
+        left //= size
+
+
+def _check_experts(recipe: Recipe, ep: int, pod: int, whose: str) -> None:
+    model, etp = recipe.model, recipe.parallel.etp
+    for name, size in (("ep", ep), ("etp", etp)):
+        if size > 1 and not model.num_experts:
+            raise PlanError(f"parallel.{name}: {size}; the model has no experts to spread; set parallel.{name} to 1")
+    if not model.num_experts:
+        return
+    whose = whose if recipe.parallel.replicate == 1 else "of each pod"
+    fits = _largest_divisor(math.gcd(pod, model.num_experts), at_most=ep)
+    if pod % ep:
+        raise PlanError(f"parallel.ep: {ep}; must divide the {pod} {_ranks(pod)} {whose}; try {fits}, or auto")
+    if model.num_experts % ep:
+        raise PlanError(f"parallel.ep: {ep}; must divide the model's {model.num_experts} experts; try {fits}, or auto")
+    if pod % (ep * etp):
+        raise PlanError(
+            f"parallel.etp: {etp}; parallel.ep * parallel.etp = {ep * etp} must divide the {pod} {_ranks(pod)} {whose}; "
+            f"try {_largest_divisor(pod // ep, at_most=etp)}"
+        )
 
 
 def _check_rows(recipe: Recipe, dp: int) -> None:

@@ -76,7 +76,12 @@ class Parallel(Section):
     schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"] = (
         "1F1B"  # of the micro-batches, where pp > 1
     )
+    tp: Count = 1  # tensor: ranks that share attention heads, dense feed-forwards, vocabulary, and between layers a row
+    cp: Count = 1  # context: ranks that share each row
+    context: Literal["gather", "ulysses"] = "gather"  # cp: keys of the whole row come here, or heads change places
     ep: Count | Literal["auto"] = "auto"  # auto: the largest divisor of num_experts that divides the ranks of a node
+    etp: Count = 1  # expert-tensor: ranks that share each expert
+    replicate: Count = 1  # pods: weights are sharded inside each, gradients summed across them
     engine: Literal["auto", "deepspeed", "fsdp"] = "auto"
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 3
     recompute: CountOrZero = 0  # every so many blocks runs its forward again in backward; 0 none, 1 all of them

@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from moe_zoo.comm.agree import first_rank_decides
 from moe_zoo.engines import Engine
 from moe_zoo.spec.errors import RecipeError
@@ -62,7 +64,11 @@ class RunFolder:
 
     def restore(self, checkpoint: Checkpoint, engine: Engine) -> None:
         """Weights, moments and buffers of ``checkpoint`` into an engine of any layout."""
-        engine.load(checkpoint.fetch, checkpoint.step)
+
+        def fetch(name: str, key: str, start: int, length: int) -> Tensor:
+            return checkpoint.fetch_slice(engine.placements[name], key, start, length)
+
+        engine.load(fetch, checkpoint.step)
         for name, buffer in engine.buffers().items():
             buffer.copy_(checkpoint.fetch(name, "buffer", 0, buffer.numel()).view_as(buffer))
 

@@ -32,7 +32,7 @@ def train(recipe: Recipe, world: World) -> Path:
     engine_name(recipe)  # refuse what cannot be before anything starts
     device = init_process_group(world, TIMEOUT_S)
     with ExitStack() as cleanup:
-        run = Run(recipe, Mesh(layout, device), cleanup)
+        run = Run(recipe, Mesh(layout, device, TIMEOUT_S), cleanup)
         try:
             return run.to_end()
         except RuntimeError as error:
@@ -53,7 +53,7 @@ class Run:
         checkpoint = self.folder.find_checkpoint()
         self.step = checkpoint.step if checkpoint else 0
         self.feed = self._open_feed(checkpoint, cleanup)
-        self.engine = make_engine(build_model(recipe.model, mesh, recipe.train.seed, recipe.data.seq_len), mesh, recipe)
+        self.engine = make_engine(build_model(recipe, mesh, recipe.train.seed), mesh, recipe)
         if checkpoint:
             self.folder.restore(checkpoint, self.engine)
         self.stop = StopRequest()
@@ -157,10 +157,10 @@ class Run:
         recipe, layout = self.recipe, self.mesh.layout
         total, active = num_parameters(recipe.model), num_active_parameters(recipe.model)
         engine = f"{engine_name(recipe)} zero_stage={recipe.parallel.zero_stage} {recipe.precision.compute}"
-        pipeline = f"pp {layout.pp} ({layout.schedule}) x " if layout.pp > 1 else ""
+        ranks = f"{layout.world} rank{'s' * (layout.world > 1)}"
         self.display.say(
-            f"{recipe.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active; {layout.world} rank{'s' * (layout.world > 1)} = "
-            f"{pipeline}edp {layout.edp} x ep {layout.ep}; {engine} on {self.mesh.device.type}"
+            f"{recipe.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active; {ranks} = {layout}; {engine} on "
+            f"{self.mesh.device.type}"
         )
         if self.step:
             self.display.say(f"resumed after step {self.step}")

@@ -8,16 +8,16 @@ SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZe
 
 
 def pipeline_recipe(engine: str, schedule: str, zero_stage: int = 3, **changes):
-    return make_recipe(
-        parallel__engine=engine,
-        parallel__zero_stage=zero_stage,
-        parallel__pp=2,
-        parallel__ep=2,
-        parallel__schedule=schedule,
-        model__num_layers=4,
-        train__micro_batches=4,
-        **changes,
-    )
+    base = {
+        "parallel__engine": engine,
+        "parallel__zero_stage": zero_stage,
+        "parallel__pp": 2,
+        "parallel__ep": 2,
+        "parallel__schedule": schedule,
+        "model__num_layers": 4,
+        "train__micro_batches": 4,
+    }
+    return make_recipe(**base | changes)
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
@@ -67,3 +67,24 @@ def test_a_stage_without_experts_and_one_with_bias_balancing(engine):
         balance={"method": "bias", "bias_update_rate": 0.05, "z_coefficient": 0.01},
     )
     check(recipe, world_size=4, starved=False)
+
+
+@pytest.mark.parametrize(
+    ("engine", "zero_stage", "schedule"),
+    [
+        ("deepspeed", 0, "1F1B"),
+        ("deepspeed", 1, "1F1B"),
+        ("deepspeed", 2, "DualPipeV"),
+        ("deepspeed", 3, "Interleaved1F1B"),
+        ("deepspeed", 3, "ZBVZeroBubble"),
+        ("fsdp", 3, "1F1B"),
+        ("fsdp", 3, "DualPipeV"),
+    ],
+)
+def test_a_vocabulary_tied_across_the_pipeline(engine, zero_stage, schedule):
+    check(pipeline_recipe(engine, schedule, zero_stage, model__tie_embeddings=True), world_size=4)
+
+
+def test_a_tied_vocabulary_in_two_pods_with_its_optimizer_in_host_memory():
+    changes = {"model__tie_embeddings": True, "parallel__offload": "optimizer", "parallel__replicate": 2}
+    check(pipeline_recipe("deepspeed", "1F1B", parallel__ep=1, **changes), world_size=4)

@@ -30,7 +30,7 @@ def three_steps(values: dict, engine: str, zero_stage: int, compute: str) -> dic
     """On a rank: losses, whole master weights, and the dtypes of what would be saved."""
     recipe = recipe_of(values, engine, zero_stage, compute)
     mesh = Mesh(resolve_layout(recipe, dist.get_world_size(), dist.get_world_size()), torch.device("cpu"))
-    placed = build_model(recipe.model, mesh, seed=0)
+    placed = build_model(recipe, mesh, seed=0)
     initial = torch.cat([param.detach().flatten() for param in placed.module.parameters()])
     made = make_engine(placed, mesh, recipe)
     assert torch.equal(initial, torch.cat([made.weight(name).flatten() for name in made.named])), "no bit is lost"

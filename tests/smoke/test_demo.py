@@ -40,7 +40,7 @@ def test_it_goes_from_text_to_text_and_judges_itself(demo):
     assert done.returncode == 2, done.stderr  # four steps do not beat a bigram, and the demo says so
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: demo: validation loss ") and "should be below the bigram's" in last
-    assert "2 ranks = edp 1 x ep 2; deepspeed zero_stage=3" in done.stdout or sys.platform != "linux"
+    assert "2 ranks = dp 2, edp 1 x ep 2; deepspeed zero_stage=3" in done.stdout or sys.platform != "linux"
     for word in ("unigram", "bigram, absolute discounting", "this Switch model", "Text it writes", "step 4/4"):
         assert word in done.stdout
     assert "Traceback" not in done.stderr

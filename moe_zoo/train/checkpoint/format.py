@@ -1,10 +1,11 @@
 """What a checkpoint folder holds.
 
     step-00000050/rank-00000.bin     raw little-endian fp32 values, chunk after chunk
-    step-00000050/rank-00000.json    table of the chunks: parameter, key, run of the flattened whole, offset, hash
+    step-00000050/rank-00000.json    table of the chunks: parameter, key, run, offset, hash
     step-00000050/MANIFEST.json      written last: step, recipe, hash of every table; without it there is no checkpoint
 
-A chunk is a run of a flattened whole parameter, so reading in another layout is arithmetic on (start, length).
+A chunk is a run of a flattened parameter, or of a slice of it that is no run itself, whose cuts stand with it. Reading
+in another layout is arithmetic on flat indices.
 """
 
 import hashlib
@@ -20,7 +21,10 @@ ITEM_BYTES = 4
 
 
 class Chunk(NamedTuple):
-    """``length`` values of ``key`` of parameter ``name`` from element ``start``, at ``offset`` bytes of a file."""
+    """``length`` values of ``key`` of parameter ``name`` from element ``start``, at ``offset`` bytes of a file.
+
+    ``slice`` is ``{"shape": whole, "cuts": [...]}`` where ``start`` counts in a slice; see ``parallel.placement.Cut``.
+    """
 
     name: str
     key: str
@@ -28,6 +32,7 @@ class Chunk(NamedTuple):
     length: int
     offset: int
     xxh3: str
+    slice: dict[str, Any] | None = None
 
 
 def folder_name(step: int) -> str:

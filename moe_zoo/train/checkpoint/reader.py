@@ -3,17 +3,20 @@
 import bisect
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
+from moe_zoo.parallel.placement import Cut, Placement
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import CheckpointError, RecipeError
 from moe_zoo.spec.recipe import Recipe
 from moe_zoo.train.checkpoint.format import FORMAT, ITEM_BYTES, MANIFEST, Chunk, digest, step_of
+
+BLOCK = 1 << 20  # elements looked up at once; each costs some dozens of bytes
 
 
 class Checkpoint:
@@ -31,6 +34,7 @@ class Checkpoint:
                 f"checkpoint {folder}: its recipe is of another version of moe-zoo ({error}); use that version to resume "
                 f"or export it"
             ) from None
+        self.newest: tuple[Chunk, str, np.ndarray] | tuple[()] = ()  # read last, and verified
         self.chunks: dict[tuple[str, str], list[tuple[Chunk, str]]] = {}
         for table in manifest["tables"]:
             self._read_table(table)
@@ -46,10 +50,51 @@ class Checkpoint:
         """Parameters that have ``key``: weight, exp_avg, exp_avg_sq or buffer."""
         return [name for name, k in self.chunks if k == key]
 
+    def fetch_slice(self, placement: Placement, key: str, start: int, length: int) -> Tensor:
+        """``length`` flat fp32 values of a slice from element ``start`` of it, whoever wrote them in whatever layout."""
+        runs = self.chunks.get((placement.name, key), [])
+        if placement.run is not None and all(chunk.slice is None for chunk, _ in runs):
+            return self.fetch(placement.name, key, placement.run + start, length)
+        out = np.empty(length, np.float32)
+        for first in range(0, length, BLOCK):
+            block = out[first : first + BLOCK]
+            wanted = placement.whole_index(np.arange(start + first, start + first + len(block)))
+            is_found = self._fill(block, wanted, runs)
+            if not is_found.all():
+                self._refuse_gap(placement.name, key, wanted[is_found.argmin()])
+        return torch.from_numpy(out)
+
+    def _fill(self, out: np.ndarray, wanted: np.ndarray, runs: list[tuple[Chunk, str]]) -> np.ndarray:
+        """Values at ``wanted``, ascending flat indices of the whole, from the chunks that hold them; which were found."""
+        is_found = np.zeros(len(out), bool)
+        for chunk, file in runs:
+            source = _source(chunk)
+            low, high = (
+                source.whole_index(np.array([chunk.start, chunk.start + chunk.length - 1]))
+                if source
+                else (chunk.start, chunk.start + chunk.length - 1)
+            )
+            near = slice(np.searchsorted(wanted, low), np.searchsorted(wanted, high, side="right"))
+            local = (source.local_index(wanted[near]) if source else wanted[near]) - chunk.start
+            is_here = (local >= 0) & (local < chunk.length)
+            if is_here.any():
+                out[near][is_here] = self._verified(chunk, file)[local[is_here]]
+                is_found[near] |= is_here
+        return is_found
+
+    def _refuse_gap(self, name: str, key: str, element: int) -> NoReturn:
+        raise CheckpointError(
+            f"checkpoint {self.folder}: {key} of {name} has no element {element}; every element must be saved once; use "
+            f"an earlier checkpoint"
+        )
+
     def fetch(self, name: str, key: str, start: int, length: int) -> Tensor:
-        """``length`` flat fp32 values of a whole parameter from element ``start``, whoever wrote them."""
+        """``length`` flat fp32 values of a whole parameter from element ``start``."""
         out = np.empty(length, np.float32)
         runs = self.chunks.get((name, key), [])
+        if any(chunk.slice for chunk, _ in runs):
+            shape = tuple(next(chunk.slice for chunk, _ in runs if chunk.slice)["shape"])
+            return self.fetch_slice(Placement(name, shape, "whole"), key, start, length)
         first = max(0, bisect.bisect_right([chunk.start for chunk, _ in runs], start) - 1)
         covered = start
         for chunk, file in runs[first:]:
@@ -61,10 +106,7 @@ class Checkpoint:
             out[begin - start : end - start] = self._verified(chunk, file)[begin - chunk.start : end - chunk.start]
             covered = end
         if covered != start + length:
-            raise CheckpointError(
-                f"checkpoint {self.folder}: {key} of {name} has no element {covered}; every element must be saved "
-                f"once; use an earlier checkpoint"
-            )
+            self._refuse_gap(name, key, covered)
         return torch.from_numpy(out)
 
     def verify(self) -> None:
@@ -92,13 +134,16 @@ class Checkpoint:
             )
 
     def _verified(self, chunk: Chunk, file: str) -> np.ndarray:
+        if self.newest[:2] == (chunk, file):
+            return self.newest[2]
         raw = self._bytes(chunk, file)
         if len(raw) != chunk.length * ITEM_BYTES or xxhash.xxh3_128_hexdigest(raw) != chunk.xxh3:
             raise CheckpointError(
                 f"checkpoint {self.folder}: {file} is damaged at byte {chunk.offset} ({chunk.key} of {chunk.name}); "
                 f"its hash is not the one written; delete that folder to resume from the one before"
             )
-        return np.frombuffer(raw, np.float32)
+        self.newest = (chunk, file, np.frombuffer(raw, np.float32))
+        return self.newest[2]
 
     def _bytes(self, chunk: Chunk, file: str) -> bytes:
         try:
@@ -158,6 +203,13 @@ def latest_checkpoint(root: Path, warn=lambda text: None) -> Checkpoint | None:
             f"them; move the folder away, or set checkpoint.resume=false"
         )
     return None
+
+
+def _source(chunk: Chunk) -> Placement | None:
+    """The slice in which the chunk's elements are counted; None: the whole parameter."""
+    if chunk.slice is None:
+        return None
+    return Placement(chunk.name, tuple(chunk.slice["shape"]), "", tuple(Cut(*cut) for cut in chunk.slice["cuts"]))
 
 
 def _flat(values: Any, path: str = "model") -> dict[str, Any]:

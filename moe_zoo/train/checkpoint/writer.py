@@ -93,10 +93,10 @@ def _write_rank(folder: Path, engine: Engine, rank: int) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     chunks, offset = [], 0
     with open(folder / data_file(rank), "wb") as file:
-        for name, key, start, values in _chunks(engine, rank):
+        for name, key, start, values, cuts in _chunks(engine):
             raw = values.detach().to("cpu", torch.float32).contiguous().numpy()
             file.write(raw)
-            chunks.append(Chunk(name, key, start, raw.size, offset, xxhash.xxh3_128_hexdigest(raw)))
+            chunks.append(Chunk(name, key, start, raw.size, offset, xxhash.xxh3_128_hexdigest(raw), cuts))
             offset += raw.size * ITEM_BYTES
         file.flush()
         os.fsync(file.fileno())
@@ -106,11 +106,17 @@ def _write_rank(folder: Path, engine: Engine, rank: int) -> dict[str, str]:
     return {"file": data_file(rank), "sha256": digest(table)}
 
 
-def _chunks(engine: Engine, rank: int) -> list[tuple[str, str, int, Tensor]]:
-    chunks = [(s.name, key, s.start, values) for s in engine.shards() for key, values in s.tensors.items()]
-    if engine.mesh.dp_rank == 0:  # the same on every rank of a stage
-        chunks += [(name, "buffer", 0, buffer.view(-1)) for name, buffer in engine.buffers().items()]
-    return chunks
+def _chunks(engine: Engine) -> Iterator[tuple[str, str, int, Tensor, dict[str, Any] | None]]:
+    """(name, key, start, values, slice): starts count in the whole parameter wherever the slice is a run of it."""
+    for shard in engine.shards():
+        placement = engine.placements[shard.name]
+        is_run = placement.run is not None
+        cuts = None if is_run else {"shape": placement.shape, "cuts": placement.cuts}
+        for key, values in shard.tensors.items():
+            yield placement.name, key, shard.start + (placement.run or 0), values, cuts
+    if engine.mesh.stage_rank == 0:  # the same on every rank of a stage
+        for name, buffer in engine.buffers().items():
+            yield name, "buffer", 0, buffer.view(-1), None
 
 
 def _drop_old(root: Path, keep: int | None, step: int) -> None:

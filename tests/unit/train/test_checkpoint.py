@@ -182,7 +182,7 @@ def value_of(name: str, key: str, start: int, length: int) -> torch.Tensor:
 
 @pytest.fixture
 def engine(alone, recipe):
-    made = make_engine(build_model(recipe.model, alone, seed=0), alone, recipe)
+    made = make_engine(build_model(recipe, alone, seed=0), alone, recipe)
     made.load(value_of, num_steps=2)
     return made
 

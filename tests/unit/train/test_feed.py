@@ -56,7 +56,7 @@ def test_a_feed_from_a_later_step_goes_on_where_the_first_would(open_feed):
 
 @pytest.fixture
 def engine(alone, recipe):
-    return make_engine(build_model(recipe.model, alone, seed=0), alone, recipe)
+    return make_engine(build_model(recipe, alone, seed=0), alone, recipe)
 
 
 def test_validation_adds_up_to_the_same_nats_over_any_number_of_ranks(open_feed, engine):
@@ -87,5 +87,5 @@ def test_a_sample_holds_no_id_that_the_tokenizer_does_not_know(alone, recipe):
     values = recipe.to_dict()
     values["model"]["vocab_size"] = 8192
     wide = Recipe.from_dict(values)
-    engine = make_engine(build_model(wide.model, alone, seed=0), alone, wide)
+    engine = make_engine(build_model(wide, alone, seed=0), alone, wide)
     assert max(sample(engine, [1], 24, vocab_size=1024, eos_id=-1, seed=0)) < 1024  # by chance: 8**-24

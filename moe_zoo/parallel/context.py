@@ -1,0 +1,109 @@
+"""Context parallelism: a row is split over the cp ranks, and only attention looks across.
+
+``gather``: rank r holds the chunks r and 2 cp - 1 - r of a row cut in 2 cp, so that causal work is even (Llama 3,
+arXiv:2407.21783, section 3.3.2); keys and values of the whole row come to each rank, whose backward gives their
+gradients back. ``ulysses``: rank r holds chunk r of cp; heads are exchanged for positions around attention
+(arXiv:2309.14509). Both see the document mask of the whole row.
+
+Letters: B rows, H heads, S positions, d head width.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from moe_zoo.comm.collectives import gather, swap
+from moe_zoo.comm.mesh import Mesh
+from moe_zoo.layers.attention import GroupedQueryAttention
+from moe_zoo.layers.router import TopKRouter
+from moe_zoo.models.decoder import SparseDecoder
+from moe_zoo.ops.attention import attend
+from moe_zoo.ops.documents import PackedRows, document_mask
+
+
+class RowSplit:
+    """Which tokens of a row this rank has: its cp columns at the model's ends, its tp part of those between layers."""
+
+    def __init__(self, mesh: Mesh, method: str):
+        self.mesh = mesh
+        self.num_chunks = (2 if method == "gather" else 1) * mesh.cp if mesh.cp > 1 else 1
+        self.keeps_whole_mask = method == "ulysses"
+
+    @property
+    def granule(self) -> int:
+        """A row's length is a multiple of it."""
+        return self.num_chunks * self.mesh.tp
+
+    def order(self, seq_len: int, device: torch.device) -> Tensor:
+        """(seq,) places in a row, in the order in which ranks hold them."""
+        chunks = torch.arange(seq_len, device=device).chunk(self.num_chunks)
+        ranks = range(self.mesh.cp)
+        if self.num_chunks == 2 * self.mesh.cp > 2:
+            return torch.cat([chunks[i] for r in ranks for i in (r, 2 * self.mesh.cp - 1 - r)])
+        return torch.cat(chunks)
+
+    def columns(self, seq_len: int, device: torch.device) -> Tensor:
+        """(seq / cp,) places that this rank and its tp peers have."""
+        return self.order(seq_len, device).chunk(self.mesh.cp)[self.mesh.cp_rank]
+
+    def places(self, num_local: int, device: torch.device) -> Tensor:
+        """(seq / (cp tp),) places that this rank has between layers."""
+        columns = self.columns(num_local * self.mesh.cp * self.mesh.tp, device)
+        return columns.chunk(self.mesh.tp)[self.mesh.tp_rank]
+
+    def gathered(self, x_BS: Tensor) -> Tensor:
+        """Of the whole rows, in row order. No gradient."""
+        whole = gather(x_BS.detach(), 1, self.mesh.seq_group)
+        return whole[:, self.order(whole.shape[1], x_BS.device).argsort()]
+
+    def own_view(self, positions_BS: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(positions, mask) of this rank's queries, from the positions of whole rows."""
+        mask = document_mask(positions_BS)
+        if self.mesh.cp == 1:
+            return positions_BS, mask
+        columns = self.columns(positions_BS.shape[1], positions_BS.device)
+        if mask is not None and not self.keeps_whole_mask:
+            mask = mask[:, :, columns]
+        return positions_BS[:, columns], mask
+
+    def own(self, rows: PackedRows) -> PackedRows:
+        """This rank's columns of whole rows."""
+        if self.mesh.cp == 1:
+            return rows
+        columns = self.columns(rows.input_ids.shape[1], rows.input_ids.device)
+        return PackedRows(rows.input_ids[:, columns], rows.targets[:, columns], *self.own_view(rows.positions))
+
+
+def split_rows(model: SparseDecoder, mesh: Mesh, method: str) -> None:
+    """Let routers and attention know that rows are split, in place."""
+    split = RowSplit(mesh, method)
+    for module in model.modules():
+        if isinstance(module, TopKRouter) and mesh.cp * mesh.tp > 1:
+            module.rows = split
+        if isinstance(module, GroupedQueryAttention) and mesh.cp > 1:
+            module.attend = partial(gathered_attend if method == "gather" else ulysses_attend, split=split)
+
+
+def gathered_attend(q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor | None, *, split: RowSplit) -> Tensor:
+    """Own queries, keys of the whole row; a chunk of queries is not even shown the keys behind it."""
+    keys_values = gather(torch.stack((k_BHSd, v_BHSd)), 3, split.mesh.cp_group)
+    seq_len = keys_values.shape[3]
+    in_order = split.order(seq_len, q_BHSd.device).argsort()
+    k_BHSd, v_BHSd = keys_values.index_select(3, in_order)
+    outs, size = [], seq_len // split.num_chunks
+    for half, chunk in enumerate((split.mesh.cp_rank, split.num_chunks - 1 - split.mesh.cp_rank)):
+        own, end = slice(half * size, (half + 1) * size), (chunk + 1) * size
+        seen = causal_lower_right(size, end) if mask is None else mask[:, :, own, :end]
+        outs.append(attend(q_BHSd[:, :, own], k_BHSd[:, :, :end], v_BHSd[:, :, :end], seen))
+    return torch.cat(outs, dim=2)
+
+
+def ulysses_attend(q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor | None, *, split: RowSplit) -> Tensor:
+    """Some heads of the whole row in place of all heads of a part; key heads too few for the ranks are repeated."""
+    ranks, group = split.mesh.cp, split.mesh.cp_group
+    repeats = max(1, ranks // k_BHSd.shape[1])
+    keys = (x.repeat_interleave(repeats, dim=1) for x in (k_BHSd, v_BHSd))
+    whole = (swap(x, 1, 2, group) for x in (q_BHSd, *keys))
+    return swap(attend(*whole, mask), 2, 1, group)

@@ -1,0 +1,32 @@
+"""Experts spread over ranks: each holds some of them (ep), or some hidden units of each (etp)."""
+
+from moe_zoo.comm.mesh import Mesh
+from moe_zoo.layers.dispatch import AllToAllDispatcher
+from moe_zoo.layers.experts import Experts
+from moe_zoo.layers.moe import MoELayer
+from moe_zoo.models.decoder import SparseDecoder
+from moe_zoo.parallel.placement import Cut, Slices
+
+
+def expert_slices(path: str, experts: Experts, mesh: Mesh) -> Slices:
+    """How this rank's experts are cut out of the whole stacks."""
+    if mesh.ep * mesh.etp == 1:
+        return {}
+    own = Cut(0, mesh.ep, mesh.ep_rank)
+    hidden = {
+        "w_up": Cut(2, mesh.etp, mesh.etp_rank, blocks=1 + experts.gated),
+        "w_down": Cut(1, mesh.etp, mesh.etp_rank),
+    }
+    cuts = {name: tuple(cut for cut in (own, cut) if cut.parts > 1) for name, cut in hidden.items()}
+    return {f"{path}.{name}": ("ep", cut) for name, cut in cuts.items()}
+
+
+def spread_experts(model: SparseDecoder, mesh: Mesh) -> Slices:
+    """Route through the network, in place; what becomes of the weights is returned."""
+    slices: Slices = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, MoELayer):
+            slices |= expert_slices(f"{path}.experts", layer.experts, mesh)
+            if mesh.ep * mesh.etp > 1:
+                layer.dispatcher = AllToAllDispatcher(layer.router.num_experts, mesh.ep_group)
+    return slices

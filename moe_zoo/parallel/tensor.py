@@ -1,0 +1,95 @@
+"""Tensor and sequence parallelism: heads, hidden units and vocabulary are cut; between layers each rank has its tokens.
+
+Between layers hidden states are (rows, seq / (cp tp), d_model). An attention or feed-forward layer gathers its input
+along the row over tp, works on its heads or hidden units, and reduce-scatters its output: the two are each other's
+adjoints, so gradients need no rule of their own. Norms and routers see each token once.
+
+Letters: B rows, S positions, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from moe_zoo.comm.collectives import gather, max_over, reduce_scatter
+from moe_zoo.comm.mesh import Mesh
+from moe_zoo.layers.attention import GroupedQueryAttention
+from moe_zoo.layers.feed_forward import FeedForward
+from moe_zoo.models.decoder import SparseDecoder
+from moe_zoo.ops.documents import IGNORED
+from moe_zoo.parallel.placement import Cut, Slices
+
+SLICED = {  # layer -> its matrices: dimension that is cut, kind
+    GroupedQueryAttention: {"query": (0, "tp"), "key": (0, "kv"), "value": (0, "kv"), "out": (1, "tp")},
+    FeedForward: {"gate": (0, "tp"), "up": (0, "tp"), "down": (1, "tp")},
+}
+
+
+class VocabularySlice(nn.Embedding):
+    """A run of the rows of an embedding. Ids of others give zeros: the sum over ranks is the whole look-up."""
+
+    def __init__(self, whole: nn.Embedding, mesh: Mesh):
+        super().__init__(whole.num_embeddings // mesh.tp, whole.embedding_dim, device="meta")
+        self.group, self.first = mesh.tp_group, mesh.tp_rank * self.num_embeddings
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """(rows, seq / cp) ids -> (rows, seq / (cp tp), d_model)."""
+        local = input_ids - self.first
+        is_here = (local >= 0) & (local < self.num_embeddings)
+        return reduce_scatter(super().forward(local * is_here) * is_here[..., None], 1, self.group)
+
+
+def split_tensors(model: SparseDecoder, mesh: Mesh) -> Slices:
+    """Put the collectives around the layers, in place; what becomes of the weights is returned."""
+    if mesh.tp == 1:
+        return {}
+    slices: Slices = {}
+    for path, layer in model.named_modules():
+        if type(layer) in SLICED:
+            slices |= _matrix_slices(path, SLICED[type(layer)], mesh)
+            _gather_before(layer, mesh)
+            _scatter_after(layer, mesh)
+    vocabulary = Cut(0, mesh.tp, mesh.tp_rank)
+    if model.head is not None:
+        _gather_before(model.head, mesh)
+        slices["head.weight"] = ("tp", (vocabulary,))
+    if model.embed is not None:
+        is_tied = model.head is not None and model.head.weight is model.embed.weight
+        model.embed = VocabularySlice(model.embed, mesh)
+        slices["embed.weight"] = ("tp", (vocabulary,))
+        if is_tied:
+            model.head.weight = model.embed.weight
+    return slices
+
+
+def _matrix_slices(path: str, rules: dict[str, tuple[int, str]], mesh: Mesh) -> Slices:
+    cuts = {"tp": (mesh.tp, mesh.tp_rank), "kv": (mesh.kv_parts, mesh.kv_rank)}
+    return {
+        f"{path}.{name}.weight": ("tp" if cuts[kind] == cuts["tp"] else kind, (Cut(dim, *cuts[kind]),))
+        for name, (dim, kind) in rules.items()
+    }
+
+
+def _gather_before(layer: nn.Module, mesh: Mesh) -> None:
+    layer.register_forward_pre_hook(lambda _, inputs: (gather(inputs[0], 1, mesh.tp_group), *inputs[1:]))
+
+
+def _scatter_after(layer: nn.Module, mesh: Mesh) -> None:
+    layer.register_forward_hook(lambda _, __, output: reduce_scatter(output, 1, mesh.tp_group))
+
+
+def vocabulary_loss_sum(logits_BSV: Tensor, targets_BS: Tensor, mesh: Mesh) -> Tensor:
+    """Summed cross-entropy of this rank's tokens, in fp32 at least; each rank has a run of the vocabulary.
+
+    ``log sum exp`` is summed over ranks after the largest logit of all is taken off. One reduce-scatter along the row
+    carries both sums, and leaves every token's loss on one rank. Source: Megatron-LM, arXiv:1909.08053, section 3.
+    """
+    logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
+    shifted_BSV = logits_BSV - max_over(logits_BSV.amax(-1, keepdim=True), mesh.tp_group)
+    num_here = logits_BSV.shape[-1]
+    local_BS = targets_BS - mesh.tp_rank * num_here
+    is_here_BS = (local_BS >= 0) & (local_BS < num_here)
+    picked_BS = shifted_BSV.gather(-1, (local_BS * is_here_BS)[..., None])[..., 0] * is_here_BS
+    sums = torch.stack((shifted_BSV.exp().sum(-1), picked_BS))
+    totals_BS, picked_BS = reduce_scatter(sums, 2, mesh.tp_group)
+    counts_BS = targets_BS.chunk(mesh.tp, dim=1)[mesh.tp_rank] != IGNORED
+    return ((totals_BS.log() - picked_BS) * counts_BS).sum()

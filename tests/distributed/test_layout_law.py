@@ -1,0 +1,85 @@
+"""Tensor, context, expert-tensor and hybrid layouts take the steps of one process, alone and together."""
+
+import pytest
+
+from tests.law import check, make_recipe
+
+ENGINES = [("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 2), ("fsdp", 3)]
+
+
+def split_recipe(engine: str, zero_stage: int = 3, **changes):
+    """Sizes that four ranks can share, some of them only just."""
+    base = {
+        "parallel__engine": engine,
+        "parallel__zero_stage": zero_stage,
+        "model__vocab_size": 36,
+        "model__attention": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "qk_norm": True},
+        "model__moe__first_layer": 1,
+        "data__seq_len": 16,
+    }
+    return make_recipe(**base | changes)
+
+
+@pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
+def test_two_ranks_that_share_every_matrix(engine, zero_stage):
+    check(split_recipe(engine, zero_stage, parallel__tp=2, parallel__ep=2), world_size=2)
+
+
+@pytest.mark.parametrize("context", ["gather", "ulysses"])
+@pytest.mark.parametrize(("engine", "zero_stage"), [("deepspeed", 3), ("fsdp", 3)])
+def test_two_ranks_that_share_every_row(engine, zero_stage, context):
+    check(split_recipe(engine, zero_stage, parallel__cp=2, parallel__context=context), world_size=2)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"tp": 2, "cp": 2, "ep": 2, "etp": 2},  # two parts of two experts' halves, one row for all
+        {"tp": 4, "ep": 2},  # two tp ranks hold the same key head
+        {"cp": 2, "ep": 4, "context": "ulysses"},
+        {"replicate": 2, "ep": 2},
+        {"replicate": 2, "tp": 2},
+        {"pp": 2, "tp": 2, "ep": 2, "schedule": "Interleaved1F1B"},
+        {"pp": 2, "cp": 2, "ep": 2, "schedule": "DualPipeV"},
+        {"pp": 2, "replicate": 2},
+    ],
+    ids=lambda axes: " ".join(f"{name}{value}" for name, value in axes.items()),
+)
+def test_four_ranks(engine, axes):
+    changes = {f"parallel__{name}": value for name, value in axes.items()}
+    if axes.get("ep") == 4:
+        changes["model__moe__router"] = {"num_experts": 8, "top_k": 2}  # and two ranks without a token
+    if "pp" in axes:
+        changes |= {"model__num_layers": 4, "train__micro_batches": 4}
+    check(split_recipe(engine, **changes), world_size=4)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("scope", ["sequence", "global_batch"])
+def test_the_scope_of_balance_when_rows_are_split(engine, scope):
+    check(split_recipe(engine, parallel__tp=2, parallel__cp=2, balance__scope=scope), world_size=4)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_capacity_counts_the_whole_row_wherever_its_tokens_are(engine):
+    recipe = split_recipe(
+        engine,
+        parallel__tp=2,
+        parallel__cp=2,
+        model__moe={
+            "router": {"num_experts": 6, "top_k": 2, "capacity_factor": 0.9, "jitter": 0.01},
+            "experts": {"d_ff": 12, "activation": "relu", "gated": False},
+        },
+    )
+    check(recipe, world_size=4)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_recompute_and_weights_gathered_once(engine):
+    check(split_recipe(engine, parallel__tp=2, parallel__recompute=1, parallel__gather="step"), world_size=2)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_a_tied_vocabulary_is_cut_once(engine):
+    check(split_recipe(engine, parallel__tp=2, model__tie_embeddings=True), world_size=2)
