@@ -129,10 +129,19 @@ def _run_once(
         pipe.send((time.monotonic(), traceback.format_exc()))
         raise
     finally:
-        deepspeed_comm = sys.modules.get("deepspeed.comm.comm")
-        if deepspeed_comm is not None:
-            deepspeed_comm.cdb = None  # DeepSpeed's handle on the groups that go now
+        _forget_groups()
         dist.destroy_process_group()
+
+
+def _forget_groups() -> None:
+    """What libraries remember of process groups that go now. The next ones may bear the same names."""
+    if deepspeed_comm := sys.modules.get("deepspeed.comm.comm"):
+        deepspeed_comm.cdb = None
+    if "torch.distributed.tensor" in sys.modules:  # to DTensors, meshes of the same ranks are equal
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
 
 
 @atexit.register

@@ -35,6 +35,11 @@ class Result:
     duration_s: float = 0.0
 
     @property
+    def name(self) -> str:
+        """``ep 2``, ``accumulation: passes 4``."""
+        return self.label if self.label.startswith(self.factor) else f"{self.factor}: {self.label}"
+
+    @property
     def is_good(self) -> bool:
         return self.status in ("equal", "not applicable")
 
@@ -62,7 +67,7 @@ class Certificate:
             return f"one answer: {equal} layouts of {self.recipe.name} take the steps of one process"
         first, others = self.failures[0], len(self.failures) - 1
         more = f"; {others} more after it" if others else ""
-        return f"broken: {first.factor} ({first.label}) is the first, {why(first)}{more}"
+        return f"broken: {first.name}; {why(first)}{more}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; ``sha256`` is that of all the others."""

@@ -3,6 +3,7 @@
 import math
 import time
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -13,13 +14,14 @@ from moe_zoo.train.console import clock
 
 COLUMNS = {  # of the table: the quantities whose worst stands there
     "loss": ("loss",),
-    "routing": ("counts", "dropped", "entropy", "balance", "z", "bias"),
+    "routing": ("order", "counts", "dropped", "entropy", "balance", "z", "bias"),
     "gradient": ("gradient",),
     "norm": ("norm",),
     "weight": ("weight", "restored"),
     "moments": ("exp_avg", "exp_avg_sq"),
 }
-HEADER = ("factor", "layout", *COLUMNS, "verdict")
+HEADER = ("layout", *COLUMNS, "")
+SHORT = {"not applicable": "-"}
 
 
 class Display:
@@ -37,7 +39,7 @@ class Display:
         """After each case."""
         left = clock((time.monotonic() - self.began) / done * (total - done))
         self.progress.update(self.task, completed=done, total=total, description=f"left {left}")
-        text = f"{result.factor}: {result.label}: {verdict(result)}  {result.duration_s:.1f} s"
+        text = f"{result.name}: {said(result)}  {result.duration_s:.1f} s"
         self.progress.console.print(f"{text}  left {left}", markup=False)
 
     def close(self) -> None:
@@ -46,38 +48,49 @@ class Display:
 
 
 def print_certificate(certificate: Certificate, console: Console) -> None:
-    """The table, what the twin is, and the verdict."""
-    table = Table(title=f"{certificate.recipe.name}: every layout against one process, largest relative error")
+    """The table, what the twin is, what is wrong or missing, and the verdict."""
+    table = Table(title=f"{certificate.recipe.name}: every layout against one process", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in HEADER:
-        table.add_column(column, justify="left" if column in ("factor", "layout", "verdict") else "right")
+        table.add_column(column, justify="left" if column == "layout" else "right", no_wrap=column != "layout")
     for row, result in zip(rows(certificate), [None, *certificate.results, None], strict=True):
         table.add_row(*row, style="bold red" if result and not result.is_good else None, end_section=result is None)
     console.print(table)
-    console.print("twin: " + ", ".join(_shrunk(certificate)), markup=False)
-    console.print(certificate.verdict, style="bold red" if certificate.failures else "bold green", markup=False)
+    for text in (*remarks(certificate), f"twin: {shrunk(certificate)}"):
+        console.print(text, markup=False, soft_wrap=True)
+    style = "bold red" if certificate.failures else "bold green"
+    console.print(certificate.verdict, style=style, markup=False, soft_wrap=True)
 
 
 def markdown_table(certificate: Certificate) -> str:
-    """The same table for a file, with what was shrunk."""
+    """The same for a file."""
     lines = [HEADER, ["---"] * len(HEADER), *rows(certificate)]
-    table = "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
-    return f"Largest relative error of each quantity.\n\n{table}\n\nThe twin: {', '.join(_shrunk(certificate))}."
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    told = "".join(f"- {remark}\n" for remark in remarks(certificate))
+    return f"Largest relative error of each quantity.\n\n{table}\n\n{told}\nThe twin: {shrunk(certificate)}.\n"
 
 
 def rows(certificate: Certificate) -> list[list[str]]:
     """Cells: the oracle's own rounding, every case, the tolerances."""
     limits = tolerances(certificate.rounding)
-    rounding = ["", "one process, fp32 against float64", *_cells(certificate.rounding), ""]
-    cases = [[r.factor, r.label, *_cells(r.worst), verdict(r)] for r in certificate.results]
-    allowed = [f"{max(limits[quantity] for quantity in group):.0e}" for group in COLUMNS.values()]
-    return [rounding, *cases, ["", "allowed", *allowed, ""]]
+    rounding = ["one process, fp32", *_cells(certificate.rounding), ""]
+    cases = [[r.name, *_cells(r.worst), SHORT.get(r.status, r.status)] for r in certificate.results]
+    allowed = [_number(max(limits[quantity] for quantity in group)) for group in COLUMNS.values()]
+    return [rounding, *cases, ["allowed", *allowed, ""]]
 
 
-def verdict(result: Result) -> str:
-    """The last cell: the status, and why where it is not ``equal``."""
-    if result.status == "equal":
-        return "equal"
-    return f"{result.status}: {result.reason or why(result)}"
+def remarks(certificate: Certificate) -> list[str]:
+    """A line for each case that is not equal."""
+    return [f"{r.name}: {said(r)}" for r in certificate.results if r.status != "equal"]
+
+
+def said(result: Result) -> str:
+    """The status, and why."""
+    return result.status if result.status == "equal" else f"{result.status}: {why(result)}"
+
+
+def shrunk(certificate: Certificate) -> str:
+    """Every number of the recipe that the twin has another of."""
+    return ", ".join(f"{key} {before} -> {after}" for key, (before, after) in certificate.shrunk.items())
 
 
 def _cells(worst: dict[str, Deviation]) -> list[str]:
@@ -87,7 +100,3 @@ def _cells(worst: dict[str, Deviation]) -> list[str]:
 
 def _number(error: float) -> str:
     return "0" if error == 0 else "nan" if math.isinf(error) else f"{error:.0e}"
-
-
-def _shrunk(certificate: Certificate) -> list[str]:
-    return [f"{key} {before} -> {after}" for key, (before, after) in certificate.shrunk.items()]

@@ -10,8 +10,9 @@ from moe_zoo.certify.twin import Changes, changed
 from moe_zoo.engines import engine_name
 from moe_zoo.spec.errors import MoeZooError, RecipeError, did_you_mean
 from moe_zoo.spec.layout import resolve_layout
-from moe_zoo.spec.recipe import Recipe
+from moe_zoo.spec.recipe import Parallel, Recipe
 
+AXES = ("pp", "replicate", "tp", "cp", "etp", "ep")
 PASSES = 4  # micro-batches where there are several: enough for four stages
 
 
@@ -37,13 +38,13 @@ FACTORS: dict[str, Callable[[Recipe, int], list[Changes]]] = {
     "recompute": lambda twin, ranks: [{"parallel.recompute": 1}],
     "ep": lambda twin, ranks: [{"parallel.ep": degree} for degree in sorted({2, ranks})],
     "pp": lambda twin, ranks: [{"parallel.pp": 2, "train.micro_batches": PASSES}],
-    "tp": lambda twin, ranks: [{"parallel.tp": 2}],
-    "cp": lambda twin, ranks: [{"parallel.cp": 2}],
+    "tp": lambda twin, ranks: [{"parallel.tp": degree} for degree in sorted({2, ranks})],
+    "cp": lambda twin, ranks: [{"parallel.cp": 2, "parallel.context": method} for method in ("gather", "ulysses")],
     "etp": lambda twin, ranks: [{"parallel.etp": 2}],
+    "replicate": lambda twin, ranks: [{"parallel.replicate": 2}],
     "resume": lambda twin, ranks: [{}],
     "combination": lambda twin, ranks: [{}],
 }
-DEGREES = ("pp", "tp", "cp", "etp")
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -65,27 +66,32 @@ def cases(recipe: Recipe, twin: Recipe, ranks: int, names: Sequence[str]) -> lis
 
 
 def combination(recipe: Recipe, ranks: int) -> Changes:
-    """The recipe's own layout, each axis that it splits split in two while there are ranks."""
-    parallel, room = recipe.parallel, ranks
-    keys = ("schedule", "zero_stage", "recompute", "offload", "gather")
-    changes: Changes = {f"parallel.{key}": getattr(parallel, key) for key in keys}
-    changes["parallel.recompute"] = min(parallel.recompute, 2)
-    for axis in DEGREES:
-        if getattr(parallel, axis, 1) > 1 and room % 2 == 0:
-            changes[f"parallel.{axis}"], room = 2, room // 2
-    ep = parallel.ep
-    changes["parallel.ep"] = ep if isinstance(ep, str) else min(ep, 2 if room % 2 == 0 else 1)
-    if recipe.train.micro_batches > 1 or "parallel.pp" in changes:
-        changes["train.micro_batches"] = PASSES
-    return changes
+    """The recipe's own layout: what it splits is split in two, while there are ranks."""
+    asked = recipe.parallel
+    settings = asked.model_dump(exclude={*AXES, "engine"}) | {"recompute": min(asked.recompute, 2)}
+    split: Changes = {f"parallel.{key}": value for key, value in settings.items()}
+    rows = _halved(asked, ("pp", "replicate", "tp", "cp"), ranks)
+    pod = ranks // rows.get("pp", 1) // rows.get("replicate", 1)
+    experts = _halved(asked, ("etp",) if asked.ep == "auto" else ("etp", "ep"), pod)
+    split |= {f"parallel.{axis}": 2 for axis in (*rows, *experts)}
+    if asked.ep == "auto":
+        split["parallel.ep"] = "auto"
+    if recipe.train.micro_batches > 1 or asked.pp > 1:
+        split["train.micro_batches"] = PASSES
+    return split
+
+
+def _halved(asked: Parallel, axes: Sequence[str], ranks: int) -> dict[str, int]:
+    """Those of ``axes`` that are split, each in two, as long as the ranks can be halved."""
+    found = {}
+    for axis in axes:
+        if getattr(asked, axis) > 1 and ranks % 2 == 0:
+            found[axis], ranks = 2, ranks // 2
+    return found
 
 
 def _case(name: str, changes: Changes, twin: Recipe, ranks: int) -> Case:
     label = _label(name, changes)
-    known = type(twin.parallel).model_fields
-    for key in changes:
-        if key.startswith("parallel.") and key.removeprefix("parallel.") not in known:
-            return Case(name, label, None, f"this version has no {key}")
     try:
         recipe = changed(twin, changes)
         resolve_layout(recipe, ranks, ranks)
@@ -112,10 +118,14 @@ def _label(name: str, changes: Changes) -> str:
         return "every split over ranks"
     shown = {key.rpartition(".")[2]: value for key, value in changes.items()}
     if name in ("combination", "resume"):
-        plain = {"recompute": 0, "offload": "none", "gather": "layer"}
-        shown = {key: value for key, value in shown.items() if plain.get(key) != value}
-        if "pp" not in shown:
-            shown.pop("schedule")
+        shown = _not_plain(shown)
     names = {"zero_stage": "zero", "micro_batches": "passes"}
-    text = " ".join(f"{names.get(key, key)} {value}" for key, value in shown.items())
+    text = ", ".join(f"{names.get(key, key)} {value}" for key, value in shown.items())
     return f"saved at {text}" if name == "resume" else text
+
+
+def _not_plain(shown: Changes) -> Changes:
+    """What says more than a default would."""
+    idle = {axis for axis, of in (("schedule", "pp"), ("context", "cp")) if of not in shown}
+    plain = Parallel().model_dump(exclude={"zero_stage", *AXES})
+    return {key: value for key, value in shown.items() if key not in idle and plain.get(key) != value}

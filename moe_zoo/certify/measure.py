@@ -18,7 +18,7 @@ PHASES = (
     ("bias", "weight", "exp_avg", "exp_avg_sq"),
 )
 PHASE_OF = {quantity: index for index, phase in enumerate(PHASES) for quantity in phase}
-SMALL = 1e-3  # of the step's largest value: below it a parameter's errors are not measured by its own size
+SMALL = 1e-2  # of the step's largest value: below it a parameter's errors are not measured by its own size
 
 
 class Deviation(NamedTuple):

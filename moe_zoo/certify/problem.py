@@ -13,6 +13,7 @@ from moe_zoo.ops.documents import unpack_rows
 from moe_zoo.spec.recipe import Recipe
 
 BOS = 1
+FAINT = 1e-4
 
 
 class Problem(NamedTuple):
@@ -45,12 +46,16 @@ def routers(model: torch.nn.Module) -> list[TopKRouter]:
 
 @torch.no_grad()
 def leave_experts_idle(model: SparseDecoder | torch.nn.Module, num_idle: int) -> None:
-    """Of u, -u, v, -v two logits are always above the zeros of the last experts."""
+    """Of u, -u, v, -v two logits are above those of the last experts, which are next to zero, and no two alike.
+
+    Equal ones would get equal gradients, and later tie: then rounding would choose.
+    """
     for router in routers(model):
         pairs = num_pairs(router.top_k)
         assert 2 * pairs + num_idle <= router.num_experts
         router.weight[1 : 2 * pairs : 2] = -router.weight[0 : 2 * pairs : 2]
-        router.weight[router.num_experts - num_idle :] = 0.0
+        faint = FAINT * torch.arange(1, num_idle + 1)[:, None]
+        router.weight[router.num_experts - num_idle :] = faint * router.weight[0]
 
 
 def num_pairs(top_k: int) -> int:

@@ -46,7 +46,7 @@ def make(problem: Problem) -> Engine:
     """The engine of a recipe on all ranks."""
     recipe, world = problem.recipe, dist.get_world_size()
     mesh = Mesh(resolve_layout(recipe, world, world), torch.device("cpu"))
-    placed = build_model(recipe.model, mesh, recipe.train.seed, recipe.data.seq_len)
+    placed = build_model(recipe, mesh, recipe.train.seed)
     leave_experts_idle(placed.module, problem.num_idle)
     return make_engine(placed, mesh, recipe)
 
@@ -79,13 +79,13 @@ def state(engine: Engine, step: int, truth: list[Record]) -> list[Deviation]:
     """Weights, moments and router biases after a step."""
     record = truth[step]
     found = local(engine, step, "weight", engine.weight, record)
-    for key in MOMENTS:
-        size = sizes(record[key])
-        for shard in engine.shards():
-            expected = record[key][shard.name].flatten()[shard.start : shard.start + len(shard.tensors[key])]
-            found.append(
-                Deviation(key, shard.name, step + 1, error_of(shard.tensors[key], expected, size[shard.name]))
-            )
+    whole_sizes = {key: sizes(record[key]) for key in MOMENTS}
+    for shard in engine.shards():
+        placement = engine.placements[shard.name]
+        for key in MOMENTS:
+            values, size = shard.tensors[key], whole_sizes[key][placement.name]
+            expected = placement.take(record[key][placement.name]).flatten()[shard.start : shard.start + len(values)]
+            found.append(Deviation(key, placement.name, step + 1, error_of(values, expected, size)))
     size = sizes(record["bias"])
     for name, buffer in engine.buffers().items():
         found.append(Deviation("bias", name, step + 1, error_of(buffer, record["bias"][name], size[name])))

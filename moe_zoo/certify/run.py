@@ -69,8 +69,8 @@ class Bench:
         try:
             found = self._measure(case)
         except RankError as error:
-            last = error.text.strip().splitlines()[-1]
-            failure = f"rank {error.rank}: {last}"
+            self._keep(case, error.text)
+            failure = f"rank {error.rank}: {error.text.strip().splitlines()[-1]}"
         except TimeoutError as error:
             failure = str(error)
         else:
@@ -88,6 +88,10 @@ class Bench:
             after = make_problem(elsewhere)
             return self._on_ranks(steps_across_a_checkpoint, problem, after, self.folder / "saved", truth)
         return self._on_ranks(steps_of_one_layout, problem, truth)
+
+    def _keep(self, case: Case, text: str) -> None:
+        with open(self.log, "a") as log:
+            log.write(f"{case.factor}, {case.label}:\n{text}\n")
 
     def _seeded(self, recipe: Recipe) -> Recipe:
         return changed(recipe, {"train.seed": self.twin.train.seed})

@@ -42,8 +42,8 @@ def tiny_twin(recipe: Recipe, ranks: int) -> Recipe:
         "train": {"steps": STEPS, "global_batch": ROWS_PER_RANK * ranks},
         "optim": {"lr": 1e-2, "eps": ADAM_EPS, "clip": CLIP, "schedule": "constant"}
         | {key: values["optim"][key] for key in ("betas", "weight_decay")},
-        "parallel": {"engine": engine_name(recipe)}
-        | {key: values["parallel"][key] for key in ("zero_stage", "schedule")},
+        "parallel": {"engine": engine_name(recipe), "ep": 1}
+        | {key: values["parallel"][key] for key in ("zero_stage", "schedule", "context")},
         "balance": _visible(values["balance"]),
         "checkpoint": {},
         "log": {"wandb": "off"},
