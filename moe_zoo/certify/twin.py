@@ -29,8 +29,8 @@ SEQ_LEN = 16
 ROWS_PER_RANK = 4
 STEPS = 3
 AUX, Z, BIAS_RATE = 0.3, 0.01, 0.05  # where the recipe has one at all: large enough to be seen in a gradient
-CLIP = 0.25  # below every norm of the twin, so that clipping is always active
-ADAM_EPS = 1e-5  # below it Adam turns rounding of tiny gradients into whole steps
+CLIP = 0.5  # below every norm of the twin, so that clipping is always active
+ADAM_EPS = 1e-4  # below it Adam turns rounding of tiny gradients into whole steps
 
 
 def tiny_twin(recipe: Recipe, ranks: int) -> Recipe:
