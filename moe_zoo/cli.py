@@ -18,6 +18,7 @@ from moe_zoo.comm.processes import die_with_launcher, start_processes, tune_allo
 from moe_zoo.spec.errors import MoeZooError, PlanError
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe_file import load_recipe, recipe_schema
+from moe_zoo.spec.topology import ranks_per_domain
 
 REPORT_AFTER_S = 3.0  # ranks other than 0 wait so long with an error that rank 0 probably tells too
 
@@ -59,7 +60,9 @@ def train(recipe: RecipePath, overrides: Overrides = None, processes: Processes 
     if processes and world.launcher != "none":
         raise PlanError(f"--processes: {processes}; {world.launcher} started the processes already; leave it out")
     if processes and processes > 1:
-        resolve_layout(loaded, processes, processes)  # a recipe that does not fit starts no process
+        resolve_layout(
+            loaded, processes, ranks_per_domain(loaded, processes)
+        )  # a recipe that does not fit starts no process
         raise typer.Exit(start_processes(processes, ["-m", "moe_zoo", "train", str(recipe), *(overrides or ())]))
     check_world(world, loaded.expect.world if loaded.expect else None)
     if world.launcher != "none":

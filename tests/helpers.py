@@ -29,9 +29,9 @@ def on_ranks(values: dict, world_size: int = 2, body=run) -> str:
     return run_distributed(body, values, world_size=world_size)[0]
 
 
-def moved(values: dict, tmp_path: Path, keep_step: int, to: str = "again") -> dict:
+def moved(values: dict, tmp_path: Path, keep_step: int, to: str = "again", source: Path | None = None) -> dict:
     """The same run in another folder, as if it had been stopped after ``keep_step``."""
-    source, target = tmp_path / "runs" / "run", tmp_path / to / "run"
+    source, target = source or tmp_path / "runs" / "run", tmp_path / to / "run"
     shutil.copytree(source, target)
     for folder in (target / "checkpoints").iterdir():
         if folder.name != f"step-{keep_step:08d}":

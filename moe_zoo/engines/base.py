@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 from moe_zoo.comm.collectives import exchange, gather, sum_over
 from moe_zoo.comm.mesh import Mesh
@@ -26,6 +27,7 @@ from moe_zoo.ops.balance import bias_step
 from moe_zoo.ops.documents import IGNORED, PackedRows, padded
 from moe_zoo.parallel.build import PlacedModel
 from moe_zoo.parallel.context import RowSplit
+from moe_zoo.parallel.position import follow
 from moe_zoo.parallel.recompute import recompute_blocks
 from moe_zoo.spec.errors import MoeZooError
 from moe_zoo.spec.recipe import Recipe
@@ -64,6 +66,7 @@ class Engine(abc.ABC):
     def __init__(self, placed: PlacedModel, mesh: Mesh, recipe: Recipe):
         self.module, self.placements = placed
         self.mesh, self.recipe = mesh, recipe
+        self.position = follow(self.module)
         recompute_blocks(self.module, recipe.parallel.recompute)
         self.split = RowSplit(mesh, recipe.parallel.context)
         self.objective = Objective(recipe, mesh)
@@ -79,6 +82,7 @@ class Engine(abc.ABC):
     def step(self, batch: list[MicroBatch], lr: float) -> StepStats:
         """One optimizer step over the global batch, of which ``batch`` is the part of this rank's rows."""
         scale, parts, stats = self.backward(batch)
+        self.position.move("the optimizer's step")
         return self._summary(scale, parts, stats, self.update(lr))
 
     def backward(self, batch: list[MicroBatch]) -> tuple[StepScale, list[LossParts], list[RouterStats]]:
@@ -95,8 +99,10 @@ class Engine(abc.ABC):
             for index, micro in enumerate(batch):
                 self._begin(is_last=index + 1 == len(batch))
                 output = self.forward(micro)
+                self.position.move("the loss")
                 part = self.objective(output, micro.rows.targets, scale, step_counts)
                 (part.total * self.factor).backward()
+                self._after_backward()
                 parts.append(part._replace(total=part.total.detach()))
                 if output.stats is not None:
                     stats.append(RouterStats(*(value.detach().sum(1) for value in output.stats)))
@@ -161,7 +167,12 @@ class Engine(abc.ABC):
         yield
 
     def _build_pipeline(
-        self, *, wrap: Callable[[StageAdapter], nn.Module], call: StageCall | None, splits_backward: bool
+        self,
+        *,
+        wrap: Callable[[StageAdapter], nn.Module],
+        call: StageCall | None,
+        splits_backward: bool,
+        after_backward: Callable[[PipelineStage], None] | None,
     ) -> None:
         """Once the stages are sharded, where there is more than one."""
         if self.mesh.pp > 1:
@@ -175,10 +186,14 @@ class Engine(abc.ABC):
                 wrap=wrap,
                 call=call,
                 splits_backward=splits_backward,
+                after_backward=after_backward,
             )
 
     def _begin(self, is_last: bool) -> None:
         """Before each micro-batch."""
+
+    def _after_backward(self) -> None:
+        """After each micro-batch, outside a pipeline."""
 
     def _sum_ends(self, shards: dict[str, list[Tensor]]) -> None:
         """The gradient of a vocabulary tied across a pipeline is what its two copies got together, on both.

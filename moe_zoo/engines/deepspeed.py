@@ -8,6 +8,7 @@ across them are ours.
 
 import contextlib
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE as DeepSpeedMoE
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.utils import groups as ds_groups
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -34,6 +36,7 @@ from moe_zoo.engines.batch import MicroBatch
 from moe_zoo.engines.optimizer import make_adamw
 from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.parallel.build import PlacedModel
+from moe_zoo.spec.errors import PlanError
 from moe_zoo.spec.recipe import Recipe
 
 MOMENTS = STATE_KEYS[1:]
@@ -57,7 +60,8 @@ class DeepSpeedEngine(Engine):
     def __init__(self, placed: PlacedModel, mesh: Mesh, recipe: Recipe):
         super().__init__(placed, mesh, recipe)
         self.stage, self.factor = recipe.parallel.zero_stage, float(mesh.layout.pod_size)
-        self.offloads = recipe.parallel.offload == "optimizer"
+        self.offloads = recipe.parallel.offload != "none"
+        _check_nvme(recipe.parallel.nvme)
         self._tag()
         self.optimizer = make_adamw(self.named, self.placements, recipe.optim, alone=self.ends)
         for group in self.optimizer.param_groups:
@@ -71,7 +75,13 @@ class DeepSpeedEngine(Engine):
         assert bool(is_offloaded) == self.offloads  # its own zero_cpu_offload() answers otherwise for some devices
         self.runner = self.engine if self.stage else self.engine.module  # at stage 0 it refuses a backward of ours
         keeps_weights = self.stage < 3 or recipe.parallel.gather == "step"
-        self._build_pipeline(wrap=lambda adapter: adapter, call=self.runner, splits_backward=keeps_weights)
+        self.reduces_often = recipe.parallel.reduce == "micro_batch"
+        self._build_pipeline(
+            wrap=lambda adapter: adapter,
+            call=self.runner,
+            splits_backward=keeps_weights,
+            after_backward=lambda _: self._after_backward(),
+        )
         if is_narrow:
             self._restore_bits(initial)
 
@@ -143,8 +153,11 @@ class DeepSpeedEngine(Engine):
             "stage3_prefetch_bucket_size": 0,
             "stage3_max_reuse_distance": 0,
         }
+        place = _offload_place(self.recipe.parallel.nvme)
         if self.offloads:
-            zero["offload_optimizer"] = {"device": "cpu"}
+            zero["offload_optimizer"] = place
+        if self.recipe.parallel.offload == "all":
+            zero["offload_param"] = place
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,  # micro-batches are ours: DeepSpeed sees one step
@@ -182,6 +195,17 @@ class DeepSpeedEngine(Engine):
             self.zero.parameter_offload.get_param_coordinator().release_and_reset_all(self.engine.module)
         self._sum_copies()
 
+    def _after_backward(self) -> None:
+        """Reduce what this micro-batch left, and add it to the shards, which were zeroed when the step began."""
+        if not self.reduces_often:
+            return
+        self.zero._coalesce_grad_reduction, self.zero.micro_step_id = False, 1  # 0 would overwrite the shards
+        for param in self.named.values():
+            if param.grad is not None:
+                self.zero.reduce_ready_partitions_and_remove_grads(param)
+        self.zero.independent_gradient_partition_epilogue()
+        self.zero._coalesce_grad_reduction = True
+
     def _gather_all(self) -> None:
         """One collective per replica group; the hooks of the layers then find their weights, and leave them."""
         for kind in self.mesh.replicas:
@@ -214,6 +238,9 @@ class DeepSpeedEngine(Engine):
         """(first parameter, this rank's shards of the gradients) of each of DeepSpeed's groups of parameters."""
         if not self.stage:
             yield from ((name, [param.grad]) for name, param in self.named.items())
+            return
+        if self.recipe.parallel.nvme:  # on the disk by now: DeepSpeed kept their norms
+            yield next(iter(self.named)), list(self.zero.norm_for_param_grads.values())
             return
         names = {id(param): name for name, param in self.named.items()}
         groups = self.zero.fp16_groups if self.stage == 3 else self.zero.round_robin_bit16_groups
@@ -325,6 +352,22 @@ class DeepSpeedEngine(Engine):
         for owner in owners:
             state = {key: torch.zeros_like(owner) for key in MOMENTS}
             self.optimizer.state[owner] = {"step": torch.tensor(float(num_steps), device=owner.device), **state}
+
+
+def _check_nvme(folder: str | None) -> None:
+    if folder is None:
+        return
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PlanError(f"parallel.nvme: {folder}; must be a folder that this process may write to; make it")
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise PlanError(
+            f"parallel.nvme: {folder}; DeepSpeed's async_io needs a C++ compiler and libaio with its headers; install "
+            f"libaio-dev, or set parallel.nvme to null"
+        )
+
+
+def _offload_place(folder: str | None) -> dict[str, str]:
+    return {"device": "cpu"} if folder is None else {"device": "nvme", "nvme_path": folder}
 
 
 class _Mpu:

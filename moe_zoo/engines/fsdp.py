@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
 
 from moe_zoo.comm.collectives import sum_over
 from moe_zoo.comm.mesh import Mesh
@@ -32,7 +33,13 @@ class FSDPEngine(Engine):
         super().__init__(placed, mesh, recipe)
         self._shard()
         # torch's pipelining drives FSDP modules itself, and reduces once at the end.
-        self._build_pipeline(wrap=self._shard_whole, call=None, splits_backward=True)
+        self.reduces_often = recipe.parallel.reduce == "micro_batch"
+        self._build_pipeline(
+            wrap=self._shard_whole,
+            call=None,
+            splits_backward=not self.reduces_often,  # reducing frees weights that a later half of a backward asks for
+            after_backward=_reduce_stage if self.reduces_often else None,
+        )
         self.named = self.module.global_names(self.module.named_parameters())  # now DTensors
         self.optimizer = make_adamw(self.named, self.placements, recipe.optim)
 
@@ -81,7 +88,7 @@ class FSDPEngine(Engine):
         self._sum_ends({name: [self.named[name].grad.to_local()] for name in self.ends})
 
     def _begin(self, is_last: bool) -> None:
-        self.module.set_requires_gradient_sync(is_last)  # earlier micro-batches add up unreduced
+        self.module.set_requires_gradient_sync(is_last or self.reduces_often)  # else earlier ones add up unreduced
         self.module.set_is_last_backward(is_last)
 
     def _shard(self) -> None:
@@ -154,3 +161,8 @@ class FSDPEngine(Engine):
         param = self.named[name]
         moments = {key: self.optimizer.state[param][key].to_local() for key in STATE_KEYS[1:]}
         return {"weight": param.detach().to_local(), **moments}
+
+
+def _reduce_stage(stage: PipelineStage) -> None:
+    """What torch does at the end of a schedule; gradients add up in the shards."""
+    stage.perform_reduce_grad(1)

@@ -29,7 +29,7 @@ class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, added):
         ctx.like = added
-        return x.clone()  # a split backward detaches the stage's output in place, which a view forbids
+        return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
@@ -37,9 +37,10 @@ class _AttachLoss(torch.autograd.Function):
 
 
 class StageAdapter(nn.Module):
-    """What a schedule sees of a stage: tensors in, one tensor out; statistics go to the pipeline's ledger.
+    """What a schedule sees of a stage: tensors in, tensors out; statistics go to the pipeline's ledger.
 
-    ``held`` is registered as a child for FSDP2, which torch's pipelining drives itself; DeepSpeed is called instead.
+    How many cross from stage to stage is the model's affair (``wire_shapes``): one in a decoder, two where a decoder
+    hands on what its encoder said. ``held`` is registered as a child for FSDP2, which torch's pipelining drives itself; DeepSpeed is called instead.
     """
 
     def __init__(self, index: int, pipeline: "Pipeline", call: StageCall | None, stage: nn.Module):
@@ -49,16 +50,30 @@ class StageAdapter(nn.Module):
         if call is None:
             self.held = stage
 
-    def forward(self, x: Tensor, positions: Tensor, row_seeds: Tensor | None = None) -> Tensor:
+    def forward(self, *x: Tensor, positions: Tensor, row_seeds: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
         """Hidden states or ids of one micro-batch -> hidden states or logits; ``positions`` are those of whole rows."""
         pipeline, stage = self.unregistered
-        inputs = (x, *pipeline.split.own_view(positions), row_seeds)
+        inputs = (x[0] if len(x) == 1 else x, *pipeline.split.own_view(positions), row_seeds)
         output = self.call(self.index, *inputs) if self.call else stage(*inputs)
         return pipeline.noted(self.index, output)
 
     def parameters(self, recurse: bool = True):
         """Those of the stage: split backwards ask for them."""
         return self.unregistered[1].parameters(recurse)
+
+
+class _Stage(PipelineStage):
+    """A stage whose engine may act when a micro-batch has all its gradients."""
+
+    def __init__(self, after_backward: Callable[[PipelineStage], None] | None, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.after_backward = after_backward
+
+    def backward_maybe_with_nosync(self, backward_type, *args, **kwargs):
+        result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        if self.after_backward and backward_type != "input":  # the weights' part of a split one comes later
+            self.after_backward(self)
+        return result
 
 
 class Pipeline:
@@ -76,6 +91,7 @@ class Pipeline:
         wrap: Callable[[StageAdapter], nn.Module],
         call: StageCall | None,
         splits_backward: bool,
+        after_backward: Callable[[PipelineStage], None] | None,
     ):
         """``factor`` is the engine's; ``wrap`` shards an adapter, ``call`` runs a stage by the engine (else directly)."""
         self.objective, self.mesh, self.recipe, self.split, self.factor = objective, mesh, recipe, split, factor
@@ -85,7 +101,7 @@ class Pipeline:
         stages = {int(index): stage for index, stage in module.stages.items()}
         self.adapters = {index: wrap(StageAdapter(index, self, call, stage)) for index, stage in stages.items()}
         self.is_last = self.num_stages - 1 in stages
-        self.schedule = self._schedule(splits_backward)
+        self.schedule = self._schedule(splits_backward, after_backward)
         self.scale: StepScale | None = None  # set while a step runs
         self.step_counts: dict[int, Tensor] = {}  # by stage, where a counting pass was needed
         self.ledger: list[tuple[int, RouterStats, LossParts]] = []
@@ -112,18 +128,23 @@ class Pipeline:
         self.scale = None
         return self._parts(losses), self._stats()
 
-    def noted(self, index: int, output: DecoderOutput) -> Tensor:
+    def noted(self, index: int, output: DecoderOutput) -> Tensor | tuple[Tensor, ...]:
         """Keep the statistics of a stage's micro-batch and attach what they add to the loss."""
-        if output.stats is None:
-            return output.logits.clone() if torch.is_grad_enabled() else output.logits
+        first, *others = _tensors(output.logits)
         if self.scale is None:  # a pass without a step: evaluation, or counting
-            counts = output.stats.counts.sum(1, keepdim=True)
-            self.seen[index] = self.seen[index] + counts if index in self.seen else counts
+            if output.stats is not None:
+                counts = output.stats.counts.sum(1, keepdim=True)
+                self.seen[index] = self.seen[index] + counts if index in self.seen else counts
             return output.logits
+        # A split backward detaches a stage's outputs in place, which a view forbids: all of them are cloned.
+        first = first.clone() if output.stats is None else self._with_losses(index, first, output)
+        return (first, *(other.clone() for other in others)) if others else first
+
+    def _with_losses(self, index: int, first: Tensor, output: DecoderOutput) -> Tensor:
         added, balance, z = self.objective.routing(output, self.scale, self.step_counts.get(index))
         detached = RouterStats(*(value.detach().sum(1) for value in output.stats))
         self.ledger.append((index, detached, LossParts(added.detach(), torch.zeros_like(z), balance, z)))
-        return _AttachLoss.apply(output.logits, added * self.factor)
+        return _AttachLoss.apply(first, added * self.factor)
 
     def _parts(self, losses: list[Tensor]) -> list[LossParts]:
         zero = torch.zeros((), device=self.mesh.device)
@@ -141,26 +162,25 @@ class Pipeline:
     def _token_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return self.objective.token_loss_sum(logits, targets) * self.factor / self.scale.num_targets
 
-    def _schedule(self, splits_backward: bool):
+    def _schedule(self, splits_backward: bool, after_backward: Callable[[PipelineStage], None] | None):
         recipe, mesh = self.recipe, self.mesh
         rows = recipe.train.global_batch // recipe.train.micro_batches // mesh.dp
         columns = recipe.data.seq_len // mesh.cp
         ids = torch.empty(rows, columns, dtype=torch.int64, device=mesh.device)
-        # Static shapes: nothing need run to infer them. Without requires_grad no gradient would be sent back.
-        hidden, logits = (
-            torch.empty(rows, *shape, dtype=self._wire_dtype(), device=mesh.device, requires_grad=True)
-            for shape in ((columns // mesh.tp, recipe.model.d_model), (columns, recipe.model.vocab_size // mesh.tp))
-        )
+        # Static shapes: nothing need run to infer them.
+        wire = self._wire(rows, columns)
+        logits = self._empty((rows, columns, recipe.model.vocab_size // mesh.tp))
         # A separate weight pass writes .grad of weights that ZeRO-3 has freed: a no-op makes the input pass do both.
         whole = {} if splits_backward else {"dw_builder": lambda: lambda: None}
         built = [
-            PipelineStage(
+            _Stage(
+                after_backward,
                 adapter,
                 index,
                 self.num_stages,
                 mesh.device,
-                input_args=hidden if index else ids,
-                output_args=hidden if index + 1 < self.num_stages else logits,
+                input_args=wire if index else ids,
+                output_args=wire if index + 1 < self.num_stages else logits,
                 group=mesh.pp_group,
                 **whole,
             )
@@ -175,26 +195,35 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, micro: MicroBatch) -> Tensor | None:
         """Rows through all stages, one after the other; logits on the ranks that hold the last one, else None."""
-        rows, x = micro.rows, self.split.own(micro.rows).input_ids
-        shape = (len(x), x.shape[1] // self.mesh.tp, self.recipe.model.d_model)
+        rows, x = micro.rows, (self.split.own(micro.rows).input_ids,)
+        wire, group = self._wire(*x[0].shape), self.mesh.pp_group
         for index in range(self.num_stages):
             if self.owner[index] != self.mesh.pp_rank:
                 continue
             if index and self.owner[index - 1] != self.mesh.pp_rank:
-                x = torch.empty(shape, dtype=self._wire_dtype(), device=self.mesh.device)
-                dist.recv(x, group=self.mesh.pp_group, group_src=self.owner[index - 1])
-            x = self.adapters[index](x, rows.positions, micro.row_seeds)
+                x = tuple(torch.empty_like(tensor) for tensor in wire)
+                for tensor in x:
+                    dist.recv(tensor, group=group, group_src=self.owner[index - 1])
+            x = _tensors(self.adapters[index](*x, positions=rows.positions, row_seeds=micro.row_seeds))
             if index + 1 < self.num_stages and self.owner[index + 1] != self.mesh.pp_rank:
-                dist.send(x.contiguous(), group=self.mesh.pp_group, group_dst=self.owner[index + 1])
-        return x if self.is_last else None
+                for tensor in x:
+                    dist.send(tensor.contiguous(), group=group, group_dst=self.owner[index + 1])
+        return x[0] if self.is_last else None
 
     def from_last_stage(self, value: Tensor) -> Tensor:
         """What the ranks of the last stage have, on every rank."""
         dist.broadcast(value, group=self.mesh.pp_group, group_src=self.owner[self.num_stages - 1])
         return value
 
-    def _wire_dtype(self) -> torch.dtype:
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.recipe.precision.compute]
+    def _wire(self, rows: int, columns: int) -> tuple[Tensor, ...]:
+        """Examples of what crosses from stage to stage, for rows of which ``columns`` are on this rank and its peers."""
+        some_stage = next(iter(self.adapters.values())).unregistered[1]
+        return tuple(map(self._empty, some_stage.wire_shapes(rows, columns // self.mesh.tp)))
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.recipe.precision.compute]
+        # Without requires_grad no gradient would be sent back.
+        return torch.empty(shape, dtype=dtype, device=self.mesh.device, requires_grad=True)
 
     def _count(self, batch: list[MicroBatch]) -> dict[int, Tensor]:
         """Counts of the whole step per stage, before its first backward."""
@@ -202,3 +231,7 @@ class Pipeline:
         for micro in batch:
             self.forward(micro)
         return {index: self.objective.pooled_counts(self.seen[index]) for index in sorted(self.seen)}
+
+
+def _tensors(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (x,) if isinstance(x, Tensor) else x

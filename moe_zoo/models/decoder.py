@@ -73,6 +73,10 @@ class SparseDecoder(nn.Module):
         stacked = RouterStats(*map(torch.stack, zip(*stats, strict=True))) if stats else None
         return DecoderOutput(hidden if self.head is None else self.head(self.norm(hidden)), stacked)
 
+    def wire_shapes(self, rows: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
+        """Of what one stage hands to the next: here hidden states alone."""
+        return ((rows, seq_len, self.architecture.d_model),)
+
 
 def make_block(arch: Architecture, layer: int) -> DecoderBlock:
     """Block ``layer`` of the model, its weights not yet initialised."""

@@ -82,16 +82,11 @@ def resolve_layout(recipe: Recipe, world: int, ranks_per_node: int) -> ParallelL
         )
     asked, model = recipe.parallel, recipe.model
     _check_pp(recipe, world)
-    _check_model_fits(recipe)
     stage = world // asked.pp
     whose = "launched" if asked.pp == 1 else f"of each of the {asked.pp} pipeline ranks"
-    _check_factors(stage, {"tp": asked.tp, "cp": asked.cp, "replicate": asked.replicate}, whose)
+    _check_model_fits(recipe, stage, whose)
     pod = stage // asked.replicate
-    ep = (
-        math.gcd(model.num_experts or 1, ranks_per_node, pod // math.gcd(pod, asked.etp))
-        if asked.ep == "auto"
-        else asked.ep
-    )
+    ep = _auto_ep(recipe, pod, ranks_per_node) if asked.ep == "auto" else asked.ep
     _check_experts(recipe, ep, pod, whose)
     kv_parts = min(asked.tp, model.attention.num_kv_heads)
     layout = ParallelLayout(
@@ -123,56 +118,58 @@ def _check_pp(recipe: Recipe, world: int) -> None:
         )
 
 
-def _check_model_fits(recipe: Recipe) -> None:
-    """Whether every dimension that a factor cuts is a multiple of it."""
-    for factor, size, name, number in _cut_dimensions(recipe):
-        if number % size:
-            fits = _largest_divisor(number, at_most=size)
-            raise PlanError(f"parallel.{factor}: {size}; must divide {name} = {number}; try {fits}")
-    kv, tp = recipe.model.attention.num_kv_heads, recipe.parallel.tp
-    if kv % tp and tp % kv:
-        raise PlanError(
-            f"parallel.tp: {tp}; must divide model.attention.num_kv_heads = {kv} or be a multiple of it; try "
-            f"{math.gcd(kv, tp)}"
-        )
-    own, cp = max(kv // tp, 1), recipe.parallel.cp
-    if recipe.parallel.context == "ulysses" and own % cp and cp % own:
-        raise PlanError(
-            f"parallel.cp: {cp}; ulysses spreads {own} key heads, which it must divide or be a multiple of; try "
-            f"{math.gcd(own, cp)}, or parallel.context=gather"
-        )
+def _check_model_fits(recipe: Recipe, ranks: int, whose: str) -> None:
+    """Whether tp, cp, etp and replicate divide what they cut and the ranks of a stage, together."""
+    asked, left = recipe.parallel, ranks
+    for factor in ("tp", "cp", "replicate", "etp"):
+        size: int = getattr(asked, factor)
+        if problem := next(_problems(recipe, factor, size, left), None):
+            fits = next(n for n in range(size, 0, -1) if not any(_problems(recipe, factor, n, left)))
+            these = whose if left == ranks else f"left of the {ranks} {whose}"
+            raise PlanError(f"parallel.{factor}: {size}; {problem.format(whose=these)}; try {fits}")
+        left //= size if factor != "etp" else 1
 
 
-def _cut_dimensions(recipe: Recipe) -> Iterator[tuple[str, int, str, int]]:
-    """(factor, its degree, what it cuts, size of that)."""
+def _problems(recipe: Recipe, factor: str, size: int, ranks: int) -> Iterator[str]:
+    """Why ``factor`` cannot be ``size`` where ``ranks`` are to be shared out."""
+    for multiple, name, number in _cut_dimensions(recipe, factor):
+        if number % (multiple * size):
+            what = f"{multiple} * {size} = {multiple * size} must" if multiple > 1 else "must"
+            yield f"{what} divide {name} = {number}"
+    if ranks % size:
+        yield f"must divide the {ranks} {_ranks(ranks)} {{whose}}"
+    tp, kv = recipe.parallel.tp, recipe.model.attention.num_kv_heads
+    if factor == "tp" and kv % size and size % kv:
+        yield f"must divide model.attention.num_kv_heads = {kv} or be a multiple of it"
+    own = max(kv // tp, 1)
+    if factor == "cp" and recipe.parallel.context == "ulysses" and own % size and size % own:
+        yield f"ulysses spreads {own} key heads, which it must divide or be a multiple of"
+
+
+def _cut_dimensions(recipe: Recipe, factor: str) -> Iterator[tuple[int, str, int]]:
+    """(multiple, what is cut, its size): ``multiple`` times the degree of ``factor`` must divide the size."""
     model, asked, seq_len = recipe.model, recipe.parallel, recipe.data.seq_len
-    yield "tp", asked.tp, "model.attention.num_heads", model.attention.num_heads
-    yield "tp", asked.tp, "model.vocab_size", model.vocab_size
-    yield "tp", asked.tp, "data.seq_len", seq_len
-    if len(model.sparse_layers) < model.num_layers:
-        yield "tp", asked.tp, "model.feed_forward.d_ff", model.feed_forward.d_ff
-    if asked.context == "ulysses":
-        yield "cp", asked.cp, "data.seq_len / parallel.tp", seq_len // asked.tp
-        yield "cp", asked.cp, "model.attention.num_heads / parallel.tp", model.attention.num_heads // asked.tp
-    elif asked.cp > 1:  # the first half of a rank's chunks and the last half, so that causal work is even
-        yield "cp", asked.cp, "data.seq_len / parallel.tp / 2", seq_len // asked.tp // 2
-    if model.moe:
-        yield "etp", asked.etp, "model.moe.experts.d_ff", model.moe.experts.d_ff
-        if model.moe.shared:
-            yield "tp", asked.tp, "model.moe.shared.d_ff", model.moe.shared.d_ff
+    if factor == "tp":
+        yield 1, "model.attention.num_heads", model.attention.num_heads
+        yield 1, "model.vocab_size", model.vocab_size
+        yield 1, "data.seq_len", seq_len
+        if len(model.sparse_layers) < model.num_layers:
+            yield 1, "model.feed_forward.d_ff", model.feed_forward.d_ff
+        if model.moe and model.moe.shared:
+            yield 1, "model.moe.shared.d_ff", model.moe.shared.d_ff
+    if factor == "cp" and asked.context == "ulysses":
+        yield asked.tp, "data.seq_len", seq_len
+        yield asked.tp, "model.attention.num_heads", model.attention.num_heads
+    elif factor == "cp" and asked.cp > 1:  # ranks hold two chunks each, so that causal work is even
+        yield 2 * asked.tp, "data.seq_len", seq_len
+    if factor == "etp" and model.moe:
+        yield 1, "model.moe.experts.d_ff", model.moe.experts.d_ff
 
 
-def _check_factors(ranks: int, factors: dict[str, int], whose: str) -> None:
-    """Whether factors of the ranks of a stage divide them, one after the other."""
-    left = ranks
-    for name, size in factors.items():
-        if left % size:
-            fits = _largest_divisor(left, at_most=size)
-            rest = "" if left == ranks else f", of which {left} are left"
-            raise PlanError(
-                f"parallel.{name}: {size}; must divide the {ranks} {_ranks(ranks)} {whose}{rest}; try {fits}"
-            )
-        left //= size
+def _auto_ep(recipe: Recipe, pod: int, ranks_per_node: int) -> int:
+    """The most that divides the experts and, etp times, the ranks of a node and of a pod."""
+    etp = recipe.parallel.etp
+    return math.gcd(recipe.model.num_experts or 1, max(1, ranks_per_node // etp), max(1, pod // etp))
 
 
 def _check_experts(recipe: Recipe, ep: int, pod: int, whose: str) -> None:

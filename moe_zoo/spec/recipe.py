@@ -84,9 +84,11 @@ class Parallel(Section):
     replicate: Count = 1  # pods: weights are sharded inside each, gradients summed across them
     engine: Literal["auto", "deepspeed", "fsdp"] = "auto"
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 3
-    recompute: CountOrZero = 0  # every so many blocks runs its forward again in backward; 0 none, 1 all of them
-    offload: Literal["none", "optimizer"] = "none"  # keep master weights and moments in host memory, and step there
+    recompute: CountOrZero | Literal["selective"] = 0  # every so many blocks run again in backward, or parts of each
+    offload: Literal["none", "optimizer", "all"] = "none"  # master weights and moments to host memory; all: weights too
+    nvme: Text | None = None  # folder on a local disk to which what is offloaded goes instead
     gather: Literal["layer", "step"] = "layer"  # stage 3: weights gathered for each use, or once for a whole step
+    reduce: Literal["step", "micro_batch"] = "step"  # stage 3: gradients reduced once, or sharded after each backward
 
 
 class Precision(Section):
@@ -139,6 +141,7 @@ class Recipe(Section):
     train: Train
     optim: Optim
     parallel: Parallel = Parallel()
+    cluster: Text | None = None  # file that says which ranks are near each other; null: those of a node
     precision: Precision = Precision()
     balance: Balance = Balance()
     checkpoint: Checkpoint = Checkpoint()

@@ -1,11 +1,12 @@
 """The training loop. It knows steps, not layouts: whatever is split is split below ``engine``."""
 
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from data_pipelines import DataError
-from moe_zoo.comm.agree import first_rank_decides, lost_peer, raise_everywhere
+from moe_zoo.comm.agree import first_rank_decides, raise_everywhere
 from moe_zoo.comm.launch import World, init_process_group
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines import MicroBatch, engine_name, make_engine
@@ -14,6 +15,7 @@ from moe_zoo.spec.accounting import num_active_parameters, num_parameters, train
 from moe_zoo.spec.errors import MoeZooError
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Recipe
+from moe_zoo.spec.topology import describe, ranks_per_domain
 from moe_zoo.train.checkpoint import Checkpoint
 from moe_zoo.train.console import TrainingDisplay
 from moe_zoo.train.feed import Feed
@@ -22,26 +24,28 @@ from moe_zoo.train.run_folder import RunFolder
 from moe_zoo.train.sampling import sample
 from moe_zoo.train.schedule import learning_rate
 from moe_zoo.train.stop import StopRequest, Verdict
+from moe_zoo.train.watch import StallWatch, waits_for_a_peer
 
 TIMEOUT_S = 600  # of a collective: a rank that waits longer ends with an error
 
 
 def train(recipe: Recipe, world: World) -> Path:
     """Run a recipe to its end, or to the signal that stops it. Returns the run's folder."""
-    layout = resolve_layout(recipe, world.world, world.ranks_per_node)
+    domain = ranks_per_domain(recipe, world.ranks_per_node)
+    layout = resolve_layout(recipe, world.world, domain)
     engine_name(recipe)  # refuse what cannot be before anything starts
     device = init_process_group(world, TIMEOUT_S)
     with ExitStack() as cleanup:
         run = Run(recipe, Mesh(layout, device, TIMEOUT_S), cleanup)
+        if layout.world > 1:
+            run.display.say(describe(layout, domain))
         try:
             return run.to_end()
         except RuntimeError as error:
-            if (what := lost_peer(error)) is None:
+            line = waits_for_a_peer(error, world.rank, run.step + 1, run.engine.position)
+            if line is None:
                 raise
-            raise MoeZooError(
-                f"train: rank {world.rank} waits in step {run.step + 1} for another rank, which {what}; its own message, "
-                f"or the log of what killed it, says why; the same command goes on from the last checkpoint"
-            ) from None
+            raise MoeZooError(line) from None
 
 
 class Run:
@@ -60,6 +64,8 @@ class Run:
         cleanup.callback(self.stop.restore)
         self.display = TrainingDisplay(recipe.train.steps, self.step, recipe.log.every, is_silent=mesh.rank > 0)
         cleanup.callback(self.display.close)
+        if mesh.device.type == "cuda":
+            cleanup.callback(StallWatch(self.engine.position, TIMEOUT_S, self._tell_stall).close)
         first_rank_decides(lambda: self.folder.open_logs(self.step, cleanup))
         self.failure: DataError | MoeZooError | None = None  # of this rank alone, told to all at the next step
         self.tokens_per_step = recipe.train.global_batch * recipe.data.seq_len
@@ -106,6 +112,7 @@ class Run:
 
     def _read(self) -> list[MicroBatch]:
         self.began = time.monotonic()
+        self.engine.position.move("the agreement to go on")
         try:
             return next(self.feed) if self.failure is None else []
         except DataError as error:
@@ -147,7 +154,11 @@ class Run:
         new = sample(self.engine, prompt, train.sample_tokens, seed=train.seed, **limits)
         self.display.say(f"step {self.step}: {train.sample_prompt!r} -> {tokenizer.decode(new)!r}")
 
+    def _tell_stall(self, what: str) -> None:
+        print(f"train: rank {self.mesh.rank}, step {self.step + 1}: {what}", file=sys.stderr, flush=True)
+
     def _save(self) -> int:
+        self.engine.position.move("a checkpoint")
         self.display.say(
             f"step {self.step}: saved {self.folder.save(self.engine, self.step, self.feed.state_after(self.step))}"
         )

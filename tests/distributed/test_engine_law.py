@@ -22,11 +22,23 @@ def test_weights_gathered_once_for_a_step_change_nothing(engine):
     check(make_recipe(parallel__engine=engine, parallel__gather="step", parallel__ep=2), world_size=4)
 
 
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_gradients_sharded_after_each_backward_add_up(engine):
+    check(make_recipe(parallel__engine=engine, parallel__reduce="micro_batch", parallel__ep=2), world_size=4)
+
+
+@pytest.mark.parametrize("what", [1, "selective"])
 @pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
-def test_blocks_that_run_twice_change_nothing(engine, zero_stage):
+def test_what_runs_twice_changes_nothing(engine, zero_stage, what):
     recipe = make_recipe(
-        parallel__engine=engine, parallel__zero_stage=zero_stage, parallel__recompute=1, parallel__ep=2
+        parallel__engine=engine, parallel__zero_stage=zero_stage, parallel__recompute=what, parallel__ep=2
     )
+    check(recipe, world_size=2)
+
+
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_weights_in_host_memory_too_take_the_same_steps(gather):
+    recipe = make_recipe(parallel__engine="deepspeed", parallel__offload="all", parallel__gather=gather, parallel__ep=2)
     check(recipe, world_size=2)
 
 
@@ -102,3 +114,17 @@ def test_a_model_without_experts_takes_the_same_steps(engine, scope):
 @pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
 def test_one_rank_alone_takes_them_too(engine, zero_stage):
     check(make_recipe(parallel__engine=engine, parallel__zero_stage=zero_stage), world_size=1)
+
+
+def async_io_is_there() -> bool:
+    return pytest.importorskip("deepspeed.ops.op_builder").AsyncIOBuilder().is_compatible(verbose=False)
+
+
+def test_an_optimizer_on_a_disk_takes_the_same_steps(tmp_path):
+    if not async_io_is_there():
+        pytest.skip("DeepSpeed's async_io needs a C++ compiler and libaio with its headers")
+    for offload in ("optimizer", "all"):
+        recipe = make_recipe(
+            parallel__engine="deepspeed", parallel__offload=offload, parallel__nvme=str(tmp_path), parallel__ep=2
+        )
+        check(recipe, world_size=2)

@@ -88,3 +88,9 @@ def test_a_vocabulary_tied_across_the_pipeline(engine, zero_stage, schedule):
 def test_a_tied_vocabulary_in_two_pods_with_its_optimizer_in_host_memory():
     changes = {"model__tie_embeddings": True, "parallel__offload": "optimizer", "parallel__replicate": 2}
     check(pipeline_recipe("deepspeed", "1F1B", parallel__ep=1, **changes), world_size=4)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_gradients_sharded_after_each_backward_add_up(engine, schedule):
+    check(pipeline_recipe(engine, schedule, parallel__reduce="micro_batch"), world_size=4)

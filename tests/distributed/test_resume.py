@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moe_zoo.spec.errors import CheckpointError, RecipeError
 from moe_zoo.train.checkpoint import Checkpoint
 from moe_zoo.train.checkpoint.format import digest
-from tests.helpers import assert_same_bits, losses, moved, on_ranks, run, state
+from tests.helpers import State, assert_same_bits, losses, moved, on_ranks, run, state
 
 ENGINES = [("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3)]
 
@@ -58,12 +58,36 @@ def test_a_run_resumes_on_another_engine_and_another_number_of_ranks(run_values,
     unbroken = Path(on_ranks(values))
     elsewhere = moved(values | {"parallel": {"engine": "fsdp", "zero_stage": 3, "ep": 2}}, tmp_path, keep_step=3)
     resumed = Path(on_ranks(elsewhere, world_size=4))
-    before, after = state(unbroken, 6), state(resumed, 6)
+    assert_near(state(unbroken, 6), state(resumed, 6))
+    for step, loss in losses(unbroken).items():
+        assert losses(resumed)[step] == pytest.approx(loss, abs=1e-4)
+
+
+def assert_near(before: State, after: State) -> None:
+    """Two runs of the same steps that rounded otherwise."""
+    assert before.keys() == after.keys()
     for name, key in before:
         atol = 1e-5 if key != "weight" else 5e-4  # Adam turns rounding of tiny gradients into parts of lr
         torch.testing.assert_close(before[name, key], after[name, key], atol=atol, rtol=1e-3)
-    for step, loss in losses(unbroken).items():
-        assert losses(resumed)[step] == pytest.approx(loss, abs=1e-4)
+
+
+LAYOUTS = [
+    ({"engine": "deepspeed", "tp": 2, "ep": 2}, 2),
+    ({"engine": "fsdp", "cp": 2, "tp": 2, "ep": 2}, 4),
+    ({"engine": "fsdp", "replicate": 2, "tp": 2}, 4),
+    ({"engine": "deepspeed", "zero_stage": 1, "pp": 2, "tp": 2}, 4),
+]
+
+
+def test_a_run_resumes_in_layouts_that_cut_its_weights_otherwise(run_values, tmp_path):
+    """A chain: each layout goes on from what the one before it saved, a step later."""
+    run_values["model"]["tie_embeddings"] = True
+    values = run_values | {"checkpoint": {"every": 1, "keep": None}}
+    newest = whole = Path(on_ranks(values | {"parallel": {"engine": "fsdp"}}, world_size=1))
+    for step, (parallel, world_size) in enumerate(LAYOUTS, start=1):
+        elsewhere = moved(values | {"parallel": parallel}, tmp_path, keep_step=step, to=f"hop{step}", source=newest)
+        newest = Path(on_ranks(elsewhere, world_size=world_size))
+        assert_near(state(whole, 6), state(newest, 6))
 
 
 def test_a_damaged_checkpoint_is_named_and_skipped_for_the_last_good_one(run_values, tmp_path):

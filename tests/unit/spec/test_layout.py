@@ -119,12 +119,6 @@ def test_two_stages_per_rank_lie_in_a_loop_or_in_a_v(schedule, stages):
             2,
             "train.micro_batches: 2; schedule ZBVZeroBubble of 2 pipeline ranks wants a multiple of 2, at least 4; try 4",
         ),
-        (
-            {"pp": 2, "tie_embeddings": True},
-            2,
-            "model.tie_embeddings: true; embedding and head of a pipeline live on different ranks; set it to false, or "
-            "parallel.pp to 1",
-        ),
     ],
 )
 def test_a_pipeline_that_cannot_be_is_refused_with_one_that_can(asked, world, text):
@@ -144,3 +138,61 @@ def test_ep_must_fit_into_a_pipeline_rank():
         PlanError, match=r"^parallel\.ep: 4; must divide the 2 ranks of each of the 2 pipeline ranks; try 2"
     ):
         resolve_layout(Recipe.from_dict(values), 4, 4)
+
+
+def shared(rows: int = 48, seq_len: int = 16, world: int = 8, **parallel) -> ParallelLayout:
+    """A layout of the test preset: 4 heads, 2 of keys, d_ff 64, vocabulary 64."""
+    values = recipe(rows=rows).to_dict()
+    values["data"]["seq_len"] = seq_len
+    values["model"] |= {"vocab_size": 64, "num_layers": 3}
+    values["model"]["attention"] |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    values["model"]["moe"]["experts"]["d_ff"] = values["model"]["feed_forward"]["d_ff"] = 12
+    return resolve_layout(Recipe.from_dict(values | {"parallel": parallel}), world, world)
+
+
+def test_rows_are_dealt_to_what_tensor_and_context_leave():
+    layout = shared(tp=2, cp=2, ep=4, etp=2)
+    assert (layout.dp, layout.edp, layout.kv_parts, layout.pod_size) == (2, 1, 2, 8)
+    assert str(layout) == "dp 2 x cp 2 x tp 2, edp 1 x ep 4 x etp 2"
+
+
+def test_auto_ep_leaves_room_for_the_slices_of_an_expert_and_stays_in_a_pod():
+    assert shared(etp=2).ep == 4 and shared(etp=4).ep == 2 and shared(replicate=4).ep == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"tp": 3}, "parallel.tp: 3; must divide model.attention.num_heads = 4; try 2"),
+        ({"tp": 8}, "parallel.tp: 8; must divide model.attention.num_heads = 4; try 4"),
+        ({"tp": 2, "world": 3}, "parallel.tp: 2; must divide the 3 ranks launched; try 1"),
+        ({"tp": 2, "cp": 8}, "parallel.cp: 8; 4 * 8 = 32 must divide data.seq_len = 16; try 4"),
+        ({"tp": 2, "cp": 2, "world": 2}, "parallel.cp: 2; must divide the 1 rank left of the 2 launched; try 1"),
+        ({"cp": 8, "context": "ulysses"}, "parallel.cp: 8; must divide model.attention.num_heads = 4; try 4"),
+        ({"replicate": 3}, "parallel.replicate: 3; must divide the 8 ranks launched; try 2"),
+        ({"etp": 8}, "parallel.etp: 8; must divide model.moe.experts.d_ff = 12; try 4"),
+        (
+            {"ep": 4, "etp": 4},
+            "parallel.etp: 4; parallel.ep * parallel.etp = 16 must divide the 8 ranks launched; try 2",
+        ),
+        ({"ep": 4, "replicate": 4}, "parallel.ep: 4; must divide the 2 ranks of each pod; try 2, or auto"),
+        ({"seq_len": 10, "cp": 2}, "parallel.cp: 2; 2 * 2 = 4 must divide data.seq_len = 10; try 1"),
+    ],
+)
+def test_a_degree_that_cuts_unevenly_is_refused_with_the_nearest_that_does_not(asked, text):
+    with pytest.raises(PlanError) as refused:
+        shared(**asked)
+    assert str(refused.value) == text
+
+
+@pytest.mark.parametrize("factor", ["tp", "cp", "replicate", "etp", "ep"])
+@pytest.mark.parametrize("size", range(2, 13))
+@pytest.mark.parametrize("world", [1, 2, 6, 8, 12])
+def test_the_degree_that_an_error_proposes_works(factor, size, world):
+    asked = {factor: size}
+    try:
+        shared(world=world, **asked)
+    except PlanError as refused:
+        proposed = int(str(refused).split("try ")[1].split(",")[0])
+        assert proposed < size
+        shared(world=world, **{factor: proposed})
