@@ -18,6 +18,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+GRACE_S = 5.0  # a rank whose collective times out gets to say so itself
 _pools: dict[int, "_Pool"] = {}
 
 
@@ -67,7 +68,7 @@ class _Pool:
         results: dict[int, Any] = {}
         while len(results) < len(self.pipes):
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
-            ready = wait(list(waiting), timeout=timeout_s)
+            ready = wait(list(waiting), timeout=timeout_s + GRACE_S)
             if not ready:
                 raise TimeoutError(f"ranks {list(waiting.values())} did not answer within {timeout_s} s")
             answers = {waiting[pipe]: _receive(pipe) for pipe in ready}

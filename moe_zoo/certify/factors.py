@@ -34,8 +34,10 @@ FACTORS: dict[str, Callable[[Recipe, int], list[Changes]]] = {
     "order": lambda twin, ranks: [{}],
     "zero": lambda twin, ranks: [{"parallel.zero_stage": stage} for stage in range(4)],
     "engine": lambda twin, ranks: [{"parallel.engine": _other_engine(twin), "parallel.zero_stage": 3}],
-    "accumulation": lambda twin, ranks: [{"train.micro_batches": PASSES}],
-    "recompute": lambda twin, ranks: [{"parallel.recompute": 1}],
+    "accumulation": lambda twin, ranks: [
+        {"train.micro_batches": PASSES, "parallel.reduce": when} for when in ("step", "micro_batch")
+    ],
+    "recompute": lambda twin, ranks: [{"parallel.recompute": what} for what in (1, "selective")],
     "ep": lambda twin, ranks: [{"parallel.ep": degree} for degree in sorted({2, ranks})],
     "pp": lambda twin, ranks: [{"parallel.pp": 2, "train.micro_batches": PASSES}],
     "tp": lambda twin, ranks: [{"parallel.tp": degree} for degree in sorted({2, ranks})],
@@ -68,7 +70,9 @@ def cases(recipe: Recipe, twin: Recipe, ranks: int, names: Sequence[str]) -> lis
 def combination(recipe: Recipe, ranks: int) -> Changes:
     """The recipe's own layout: what it splits is split in two, while there are ranks."""
     asked = recipe.parallel
-    settings = asked.model_dump(exclude={*AXES, "engine"}) | {"recompute": min(asked.recompute, 2)}
+    settings = asked.model_dump(exclude={*AXES, "engine", "nvme"})  # a disk is the user's; it changes no number
+    if isinstance(asked.recompute, int):
+        settings["recompute"] = min(asked.recompute, 2)
     split: Changes = {f"parallel.{key}": value for key, value in settings.items()}
     rows = _halved(asked, ("pp", "replicate", "tp", "cp"), ranks)
     pod = ranks // rows.get("pp", 1) // rows.get("replicate", 1)

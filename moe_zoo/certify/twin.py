@@ -48,6 +48,7 @@ def tiny_twin(recipe: Recipe, ranks: int) -> Recipe:
         "checkpoint": {},
         "log": {"wandb": "off"},
         "precision": {},
+        "cluster": None,
         "expect": None,
     }
     return Recipe.from_dict(put_over(values, _sizes(recipe, ranks)))
