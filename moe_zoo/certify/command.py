@@ -8,7 +8,6 @@ from rich.console import Console
 
 from moe_zoo.certify.certificate import Certificate, write
 from moe_zoo.certify.display import Display, markdown_table, print_certificate
-from moe_zoo.certify.factors import FACTORS, check_names
 from moe_zoo.certify.run import certify
 from moe_zoo.spec.errors import RecipeError
 from moe_zoo.spec.recipe import Recipe
@@ -18,8 +17,7 @@ LOG = "ranks.log"  # what the ranks print
 
 def run(recipe: Recipe, ranks: int, factors: str | None, out: Path, as_json: bool) -> Certificate:
     """Make, print and keep a certificate."""
-    names = factors.split(",") if factors else tuple(FACTORS)
-    check_names(names)
+    names = factors.split(",") if factors else None
     _make_folder(out)
     torch.set_num_threads(1)  # the ranks need the cores
     display = Display(ranks)
@@ -42,4 +40,6 @@ def _make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         (out / LOG).write_text("")
     except OSError as error:
-        raise RecipeError(f"--out: {out}; {error.strerror or error}; the certificate is kept there; name another") from None
+        raise RecipeError(
+            f"--out: {out}; {error.strerror or error}; the certificate is kept there; name another"
+        ) from None

@@ -49,7 +49,9 @@ class Display:
 
 def print_certificate(certificate: Certificate, console: Console) -> None:
     """The table, what the twin is, what is wrong or missing, and the verdict."""
-    table = Table(title=f"{certificate.recipe.name}: every layout against one process", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=f"{certificate.recipe.name}: every layout against one process", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for column in HEADER:
         table.add_column(column, justify="left" if column == "layout" else "right", no_wrap=column != "layout")
     for row, result in zip(rows(certificate), [None, *certificate.results, None], strict=True):

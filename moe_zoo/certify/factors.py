@@ -3,7 +3,7 @@
 A factor is a list of cases, a case is what it changes of the twin on plain data parallelism. A new axis is one line.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moe_zoo.certify.twin import Changes, changed
@@ -13,6 +13,7 @@ from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Parallel, Recipe
 
 AXES = ("pp", "replicate", "tp", "cp", "etp", "ep")
+OWN = ("resume", "combination")  # factors that take the recipe's own layout
 PASSES = 4  # micro-batches where there are several: enough for four stages
 
 
@@ -26,45 +27,44 @@ class Case(NamedTuple):
     elsewhere: Recipe | None = None  # where a resumed run goes on
 
 
+def factors(twin: Recipe, ranks: int, own: Changes) -> dict[str, list[Changes]]:
+    """The table; ``own`` is the recipe's combination."""
+    several, other = {"train.micro_batches": PASSES}, {"parallel.engine": _other_engine(twin)}
+    return {
+        "order": [{}],
+        "zero": [{"parallel.zero_stage": stage} for stage in range(4)],
+        "engine": [other | {"parallel.zero_stage": 3}],
+        "accumulation": [several, several | {"parallel.reduce": "micro_batch"}],
+        "recompute": [{"parallel.recompute": what} for what in (1, "selective")],
+        "ep": [{"parallel.ep": degree} for degree in sorted({2, ranks})],
+        "pp": [several | {"parallel.pp": 2}],
+        "tp": [{"parallel.tp": degree} for degree in sorted({2, ranks})],
+        "cp": [{"parallel.cp": 2, "parallel.context": method} for method in ("gather", "ulysses")],
+        "etp": [{"parallel.etp": 2}],
+        "replicate": [{"parallel.replicate": 2}],
+        "resume": [own],
+        "combination": [own],
+    }
+
+
+def cases(recipe: Recipe, twin: Recipe, ranks: int, names: Sequence[str] | None) -> list[Case]:
+    """The cases of ``names`` (None: of all), in the table's order; what the recipe cannot have is told, not left out."""
+    table = factors(twin, ranks, combination(recipe, ranks))
+    for name in names or ():
+        if name not in table:
+            raise RecipeError(f"--factors: {name!r}; no such factor; {did_you_mean(name, table)}")
+    found = [
+        _case(name, changes, twin, ranks)
+        for name, alone in table.items()
+        if names is None or name in names
+        for changes in alone
+    ]
+    left_out = _without_ranks(recipe, ranks)
+    return [case._replace(label=f"{case.label}{left_out}") if case.factor in OWN else case for case in found]
+
+
 def _other_engine(twin: Recipe) -> str:
     return "fsdp" if engine_name(twin) == "deepspeed" else "deepspeed"
-
-
-FACTORS: dict[str, Callable[[Recipe, int], list[Changes]]] = {
-    "order": lambda twin, ranks: [{}],
-    "zero": lambda twin, ranks: [{"parallel.zero_stage": stage} for stage in range(4)],
-    "engine": lambda twin, ranks: [{"parallel.engine": _other_engine(twin), "parallel.zero_stage": 3}],
-    "accumulation": lambda twin, ranks: [
-        {"train.micro_batches": PASSES, "parallel.reduce": when} for when in ("step", "micro_batch")
-    ],
-    "recompute": lambda twin, ranks: [{"parallel.recompute": what} for what in (1, "selective")],
-    "ep": lambda twin, ranks: [{"parallel.ep": degree} for degree in sorted({2, ranks})],
-    "pp": lambda twin, ranks: [{"parallel.pp": 2, "train.micro_batches": PASSES}],
-    "tp": lambda twin, ranks: [{"parallel.tp": degree} for degree in sorted({2, ranks})],
-    "cp": lambda twin, ranks: [{"parallel.cp": 2, "parallel.context": method} for method in ("gather", "ulysses")],
-    "etp": lambda twin, ranks: [{"parallel.etp": 2}],
-    "replicate": lambda twin, ranks: [{"parallel.replicate": 2}],
-    "resume": lambda twin, ranks: [{}],
-    "combination": lambda twin, ranks: [{}],
-}
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Refuse a factor that does not exist."""
-    for name in names:
-        if name not in FACTORS:
-            raise RecipeError(f"--factors: {name!r}; no such factor; {did_you_mean(name, FACTORS)}")
-
-
-def cases(recipe: Recipe, twin: Recipe, ranks: int, names: Sequence[str]) -> list[Case]:
-    """The cases of ``names``, in the table's order; what the recipe cannot have is told, not left out."""
-    own = combination(recipe, ranks)
-    found = []
-    for name in FACTORS:
-        if name in names:
-            alone = [own] if name in ("combination", "resume") else FACTORS[name](twin, ranks)
-            found += [_case(name, changes, twin, ranks) for changes in alone]
-    return found
 
 
 def combination(recipe: Recipe, ranks: int) -> Changes:
@@ -94,6 +94,13 @@ def _halved(asked: Parallel, axes: Sequence[str], ranks: int) -> dict[str, int]:
     return found
 
 
+def _without_ranks(recipe: Recipe, ranks: int) -> str:
+    """What of the recipe's own layout the ranks were too few for."""
+    asked, split = recipe.parallel, combination(recipe, ranks)
+    missing = [axis for axis in AXES if getattr(asked, axis) not in (1, "auto") and f"parallel.{axis}" not in split]
+    return f", without {' and '.join(missing)} (too few ranks)" if missing else ""
+
+
 def _case(name: str, changes: Changes, twin: Recipe, ranks: int) -> Case:
     label = _label(name, changes)
     try:
@@ -112,16 +119,14 @@ def _elsewhere(twin: Recipe, own: Recipe) -> Recipe:
     except MoeZooError:
         engine = engine_name(twin)
     passes = own.train.micro_batches
-    return changed(
-        twin, {"parallel.engine": engine, "parallel.zero_stage": 3, "train.micro_batches": passes}
-    )
+    return changed(twin, {"parallel.engine": engine, "parallel.zero_stage": 3, "train.micro_batches": passes})
 
 
 def _label(name: str, changes: Changes) -> str:
     if name == "order":
         return "every split over ranks"
     shown = {key.rpartition(".")[2]: value for key, value in changes.items()}
-    if name in ("combination", "resume"):
+    if name in OWN:
         shown = _not_plain(shown)
     names = {"zero_stage": "zero", "micro_batches": "passes"}
     text = ", ".join(f"{names.get(key, key)} {value}" for key, value in shown.items())

@@ -58,7 +58,9 @@ def same_rows(recipe: Recipe, own: Recipe, folder: Path) -> list[Deviation]:
     """What all ranks read together, in every split over ranks, against what one reader reads. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = Mesh(resolve_layout(own, world, world), torch.device("cpu"))
-    splits = {f"dp {dp}": (dp, rank % dp) for dp in range(1, world + 1) if recipe.train.global_batch % (PASSES * dp) == 0}
+    splits = {
+        f"dp {dp}": (dp, rank % dp) for dp in range(1, world + 1) if recipe.train.global_batch % (PASSES * dp) == 0
+    }
     splits["the recipe's layout"] = (mesh.dp, mesh.dp_rank)
     whole, found = _read(recipe, folder, 1, 0, 0), []
     for name, (dp, dp_rank) in splits.items():

@@ -1,6 +1,7 @@
 """What a rank does for a certificate: take the oracle's steps by an engine, and measure what it has where it has it."""
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,8 +25,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def steps_of_one_layout(problem: Problem, truth: list[Record]) -> list[Deviation]:
     """Every step in the recipe's layout."""
     engine = make(problem)
-    found = [take_step(engine, step, record) for step, record in enumerate(truth)]
-    return worst(sum(found, []))
+    steps = (take_step(engine, step, record) for step, record in enumerate(truth))
+    return worst(list(chain.from_iterable(steps)))
 
 
 def steps_across_a_checkpoint(before: Problem, after: Problem, folder: Path, truth: list[Record]) -> list[Deviation]:

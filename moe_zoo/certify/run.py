@@ -5,13 +5,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moe_zoo.certify.certificate import Certificate, Result, judge
-from moe_zoo.certify.factors import FACTORS, Case, cases, check_names
+from moe_zoo.certify.factors import Case, cases
 from moe_zoo.certify.measure import Deviation, compare_whole
 from moe_zoo.certify.oracle import Record, textbook_steps
 from moe_zoo.certify.order import same_rows, write_rows
@@ -31,14 +32,13 @@ Report = Callable[[int, int, Result], None]  # (cases done, cases in all, the la
 def certify(
     recipe: Recipe,
     ranks: int = 4,
-    factors: Sequence[str] = tuple(FACTORS),
+    factors: Sequence[str] | None = None,
     report: Report = lambda done, total, result: None,
     log: Path = Path(os.devnull),
     around: Around = nullcontext,
     timeout_s: float = TIMEOUT_S,
 ) -> Certificate:
     """Hold every layout of ``recipe``'s twin against one process. What the ranks print goes to ``log``."""
-    check_names(factors)
     began, twin = time.monotonic(), tiny_twin(recipe, ranks)
     with tempfile.TemporaryDirectory() as folder:
         found = cases(recipe, twin, ranks, factors)
@@ -98,7 +98,8 @@ class Bench:
 
     def _on_ranks(self, body: Callable[..., list[Deviation]], *args: Any) -> list[Deviation]:
         work = (self.log, self.around, body, args)
-        return sum(run_distributed(on_rank, *work, world_size=self.ranks, timeout_s=self.timeout_s), [])
+        by_rank = run_distributed(on_rank, *work, world_size=self.ranks, timeout_s=self.timeout_s)
+        return list(chain.from_iterable(by_rank))
 
 
 def on_rank(log: Path, around: Around, body: Callable[..., list[Deviation]], args: tuple) -> list[Deviation]:
