@@ -6,10 +6,10 @@ A factor is a list of cases, a case is what it changes of the twin on plain data
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from moe_zoo.certify.problem import layout_of
 from moe_zoo.certify.twin import Changes, changed
 from moe_zoo.engines import engine_name
 from moe_zoo.spec.errors import MoeZooError, RecipeError, did_you_mean
-from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Parallel, Recipe
 
 AXES = ("pp", "replicate", "tp", "cp", "etp", "ep")
@@ -37,7 +37,8 @@ def factors(twin: Recipe, ranks: int, own: Changes) -> dict[str, list[Changes]]:
         "accumulation": [several, several | {"parallel.reduce": "micro_batch"}],
         "recompute": [{"parallel.recompute": what} for what in (1, "selective")],
         "ep": [{"parallel.ep": degree} for degree in sorted({2, ranks})],
-        "pp": [several | {"parallel.pp": 2}],
+        "dispatch": [{"parallel.ep": ranks, "parallel.dispatch": kind} for kind in ("padded", "hierarchical")],
+        "pp": [{"parallel.pp": 2} | several],
         "tp": [{"parallel.tp": degree} for degree in sorted({2, ranks})],
         "cp": [{"parallel.cp": 2, "parallel.context": method} for method in ("gather", "ulysses")],
         "etp": [{"parallel.etp": 2}],
@@ -80,6 +81,8 @@ def combination(recipe: Recipe, ranks: int) -> Changes:
     split |= {f"parallel.{axis}": 2 for axis in (*rows, *experts)}
     if asked.ep == "auto":
         split["parallel.ep"] = "auto"
+    if asked.dispatch == "hierarchical":  # which wants to cross nodes
+        split["parallel.ep"] = pod // experts.get("etp", 1)
     if recipe.train.micro_batches > 1 or asked.pp > 1:
         split["train.micro_batches"] = PASSES
     return split
@@ -105,7 +108,7 @@ def _case(name: str, changes: Changes, twin: Recipe, ranks: int) -> Case:
     label = _label(name, changes)
     try:
         recipe = changed(twin, changes)
-        resolve_layout(recipe, ranks, ranks)
+        layout_of(recipe, ranks)
         engine_name(recipe)
     except MoeZooError as error:
         return Case(name, label, None, "; ".join(str(error).split("; ")[:2]))

@@ -1,6 +1,7 @@
 """The steps of one process: whole model, whole batch, textbook losses, torch's plain AdamW. No engine, no ranks.
 
-A record maps quantity -> name -> value: ``record["gradient"]["embed.weight"]``. Letters: T tokens, E experts, K choices.
+A record maps quantity -> name -> value: ``record["gradient"]["embed.weight"]``. Letters: T tokens, E experts,
+K choices, N tokens or slots.
 """
 
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_zoo.certify.choice import choose
 from moe_zoo.certify.problem import BOS, Problem, leave_experts_idle, routers, step_rows
-from moe_zoo.layers.router import TopKRouter
+from moe_zoo.layers.router import Routing, TopKRouter
 from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.models.init import initialize
 from moe_zoo.ops import reference
@@ -27,7 +29,7 @@ class Seen(NamedTuple):
     """What a router did with a batch."""
 
     probs_TE: Tensor
-    chosen_TK: Tensor
+    chosen_NK: Tensor  # a row per token; where experts choose, a row per slot
     squared_z: Tensor
     dropped: Tensor  # share of slots
     gap: Tensor  # smallest distance between the last score chosen and the first that was not
@@ -90,7 +92,7 @@ def _loss(recipe: Recipe, model: SparseDecoder, tokens: Tensor, seeds: Tensor) -
 def _balance(recipe: Recipe, seen: list[Seen]) -> Tensor:
     train = recipe.train
     pools = {"sequence": train.global_batch, "micro_batch": train.micro_batches, "global_batch": 1}
-    probs, chosen = (torch.stack(values) for values in zip(*((s.probs_TE, s.chosen_TK) for s in seen), strict=True))
+    probs, chosen = (torch.stack(values) for values in zip(*((s.probs_TE, s.chosen_NK) for s in seen), strict=True))
     return reference.balance_loss(probs, chosen, pools[recipe.balance.scope])
 
 
@@ -98,7 +100,7 @@ def _routing(recipe: Recipe, seen: list[Seen]) -> Record:
     experts = recipe.model.num_experts
     names = [f"layer {layer}" for layer in recipe.model.sparse_layers]
     values = {
-        "counts": [torch.bincount(s.chosen_TK.flatten(), minlength=experts) for s in seen],
+        "counts": [torch.bincount(s.chosen_NK.flatten(), minlength=experts) for s in seen],
         "entropy": [-(s.probs_TE * s.probs_TE.log()).sum(-1).mean().detach() for s in seen],
         "dropped": [s.dropped for s in seen],
         "gap": [s.gap for s in seen],
@@ -116,22 +118,28 @@ def _watched(model: SparseDecoder) -> Iterator[list[Seen]]:
         hook.remove()
 
 
-def _look(router: TopKRouter, inputs: tuple[Tensor, Tensor], routing) -> Seen:
+def _look(router: TopKRouter, inputs: tuple[Tensor, Tensor], routing: Routing) -> Seen:
     hidden, seeds = inputs
     if router.jitter:
         noise = uniform_noise(seeds, torch.arange(hidden.shape[1]), hidden.shape[2], salt=router.layer)
         hidden = hidden * (1 - router.jitter + 2 * router.jitter * noise)
     logits = (hidden @ router.weight.t()).flatten(0, 1)
     scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}[router.score]
-    wanted = (scores if router.selection_bias is None else scores + router.selection_bias).detach()
-    gap = -wanted.sort(-1, descending=True).values.diff(dim=-1)[:, router.top_k - 1 : router.top_k]
+    chosen, gap = choose(router, scores.detach(), len(hidden))
     return Seen(
         probs_TE=scores / scores.sum(-1, keepdim=True),
-        chosen_TK=wanted.topk(router.top_k).indices,
+        chosen_NK=chosen,
         squared_z=logits.logsumexp(-1).square().mean(),
-        dropped=(routing.experts_TK == router.num_experts).double().mean(),
-        gap=gap.min() if gap.numel() else torch.tensor(torch.inf),
+        dropped=_share_dropped(router, routing, len(scores)),
+        gap=gap,
     )
+
+
+def _share_dropped(router: TopKRouter, routing: Routing, num_tokens: int) -> Tensor:
+    """Of slots; where experts choose, of tokens."""
+    if routing.tokens_N is not None:
+        return torch.tensor(1 - len(routing.tokens_N.unique()) / num_tokens, dtype=torch.float64)
+    return (routing.experts_TK == router.num_experts).double().mean()
 
 
 def _move_biases(model: SparseDecoder, counts: dict[str, Tensor], rate: float) -> None:

@@ -12,10 +12,9 @@ from data_pipelines import ShardIndex, TokenStream
 from data_pipelines.shards import TOKEN_BYTES, encode_shard
 from moe_zoo.certify.factors import PASSES
 from moe_zoo.certify.measure import Deviation
-from moe_zoo.certify.problem import BOS
+from moe_zoo.certify.problem import BOS, layout_of
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.ops.noise import row_seeds
-from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Recipe
 
 NUM_ROWS, ROWS_PER_BLOCK, BLOCKS_PER_SHARD, VOCAB = 41, 1, 15, 32  # odd on purpose: a short window, a short shard
@@ -57,7 +56,7 @@ def write_rows(folder: Path, seq_len: int) -> None:
 def same_rows(recipe: Recipe, own: Recipe, folder: Path) -> list[Deviation]:
     """What all ranks read together, in every split over ranks, against what one reader reads. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = Mesh(resolve_layout(own, world, world), torch.device("cpu"))
+    mesh = Mesh(layout_of(own, world), torch.device("cpu"))
     splits = {
         f"dp {dp}": (dp, rank % dp) for dp in range(1, world + 1) if recipe.train.global_batch % (PASSES * dp) == 0
     }

@@ -10,10 +10,18 @@ from moe_zoo.engines import MicroBatch
 from moe_zoo.layers.router import TopKRouter
 from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.ops.documents import unpack_rows
+from moe_zoo.spec.layout import ParallelLayout, resolve_layout
 from moe_zoo.spec.recipe import Recipe
+from moe_zoo.spec.topology import ranks_per_domain
 
 BOS = 1
 FAINT = 1e-4
+
+
+def layout_of(recipe: Recipe, world: int) -> ParallelLayout:
+    """Without a cluster file the ranks are one node; where tokens are to cross nodes, two."""
+    nodes = 2 if recipe.parallel.dispatch == "hierarchical" else 1
+    return resolve_layout(recipe, world, ranks_per_domain(recipe, world // nodes))
 
 
 class Problem(NamedTuple):

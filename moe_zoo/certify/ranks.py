@@ -10,11 +10,10 @@ from torch import Tensor
 
 from moe_zoo.certify.measure import Deviation, error_of, sizes, worst
 from moe_zoo.certify.oracle import Record
-from moe_zoo.certify.problem import Problem, leave_experts_idle, own_rows
+from moe_zoo.certify.problem import Problem, layout_of, leave_experts_idle, own_rows
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines import Engine, StepStats, make_engine
 from moe_zoo.parallel.build import build_model
-from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Recipe
 from moe_zoo.train.checkpoint import Checkpoint, save_checkpoint
 from moe_zoo.train.run_folder import RunFolder
@@ -45,8 +44,8 @@ def steps_across_a_checkpoint(before: Problem, after: Problem, folder: Path, tru
 
 def make(problem: Problem) -> Engine:
     """The engine of a recipe on all ranks."""
-    recipe, world = problem.recipe, dist.get_world_size()
-    mesh = Mesh(resolve_layout(recipe, world, world), torch.device("cpu"))
+    recipe = problem.recipe
+    mesh = Mesh(layout_of(recipe, dist.get_world_size()), torch.device("cpu"))
     placed = build_model(recipe, mesh, recipe.train.seed)
     leave_experts_idle(placed.module, problem.num_idle)
     return make_engine(placed, mesh, recipe)

@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_zoo.certify.problem import num_pairs
 from moe_zoo.engines import engine_name
+from moe_zoo.spec.architecture import RouterSpec
 from moe_zoo.spec.recipe import Recipe
 
 Changes = dict[str, Any]  # by dotted key
@@ -86,9 +87,15 @@ def _sizes(recipe: Recipe, ranks: int) -> Changes:
     if moe is None:
         return sizes
     sparse = {"first_layer": min(moe.first_layer, 1), "every": min(moe.every, 2)}
-    idle_and_active = 2 * num_pairs(moe.router.top_k) + 1
-    sparse["router.num_experts"] = ranks * math.ceil(max(8, idle_and_active) / ranks)
+    sparse["router.num_experts"] = _num_experts(moe.router, ranks)
     return sizes | {f"model.moe.{key}": value for key, value in sparse.items()}
+
+
+def _num_experts(router: RouterSpec, ranks: int) -> int:
+    """Enough for an idle one beside those that are chosen, for every rank, and for every group."""
+    multiple = math.lcm(ranks, router.num_groups)
+    within_reach = math.ceil(router.top_k * router.num_groups / router.groups_per_token)
+    return multiple * math.ceil(max(8, 2 * num_pairs(router.top_k) + 1, within_reach) / multiple)
 
 
 def _visible(balance: dict[str, Any]) -> dict[str, Any]:

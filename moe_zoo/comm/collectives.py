@@ -9,7 +9,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, send, receive, group):
         ctx.rest = (receive, send, group)
-        out = rows.new_empty(sum(receive), *rows.shape[1:])
+        out = rows.new_empty(len(rows) if receive is None else sum(receive), *rows.shape[1:])
         dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
         return out
 
@@ -35,8 +35,11 @@ class _Along(torch.autograd.Function):
         return _Along.apply(grad, *ctx.rest), None, None, None
 
 
-def all_to_all(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send ``send[r]`` rows to rank r of ``group`` and get ``receive[r]`` rows from it; the gradient travels back."""
+def all_to_all(rows: Tensor, send: list[int] | None, receive: list[int] | None, group: dist.ProcessGroup) -> Tensor:
+    """Send ``send[r]`` rows to rank r of ``group`` and get ``receive[r]`` rows from it; the gradient travels back.
+
+    None in both: equal parts.
+    """
     return _AllToAll.apply(rows, send, receive, group)
 
 

@@ -53,6 +53,10 @@ class Mesh:
         self.tp_group = self._own(world, tp)
         self.cp_group = self._own(seqs.movedim(3, -1), cp)
         self.ep_group = self._own(world, layout.ep * layout.etp)
+        if layout.ep_nodes > 1:  # place in a node, and the ranks of equal place in all nodes of an ep group
+            nodes = world.view(-1, layout.ep_nodes, layout.ep * layout.etp // layout.ep_nodes)
+            self.ep_in_node = self._own(nodes, nodes.shape[2])
+            self.ep_across = self._own(nodes.transpose(1, 2), layout.ep_nodes)
         self.replicas = {  # of each kind of parameter: the ranks of the pod that hold the same slice
             "stage": self.pod_group,
             "tp": self._own(seqs.permute(0, 1, 4, 5, 2, 3), layout.pod_size // tp),

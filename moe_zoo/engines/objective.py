@@ -40,7 +40,9 @@ class Objective:
 
     def __init__(self, recipe: Recipe, mesh: Mesh):
         self.spec, self.mesh = recipe.balance, mesh
-        self.top_k = recipe.model.moe.router.top_k if recipe.model.moe else 1
+        router = recipe.model.moe.router if recipe.model.moe else None
+        self.top_k = router.top_k if router else 1
+        self.slots_per_token = router.slots_per_token(recipe.data.seq_len) if router else 1.0
         self.num_layers = len(recipe.model.sparse_layers)
         self.aux_coefficient = self.spec.aux_coefficient if self.spec.method == "aux_loss" else 0.0
 
@@ -91,6 +93,6 @@ class Objective:
             counts,
             pool_tokens=pool,
             total_tokens=scale.total_tokens,
-            top_k=self.top_k,
+            slots_per_token=self.slots_per_token,
             num_layers=self.num_layers,
         )

@@ -1,11 +1,12 @@
-"""The sparse feed-forward layer: route, dispatch, compute, combine."""
+"""The sparse feed-forward layer: route, dispatch, compute, combine. Letters: T tokens, D width, N slots."""
 
+import torch
 from torch import Tensor, nn
 
-from moe_zoo.layers.dispatch import Dispatcher, LocalDispatcher
+from moe_zoo.layers.dispatch.local import Dispatcher, LocalDispatcher
 from moe_zoo.layers.experts import Experts
 from moe_zoo.layers.feed_forward import FeedForward
-from moe_zoo.layers.router import RouterStats, TopKRouter
+from moe_zoo.layers.router import RouterStats, Routing, TopKRouter
 
 
 class MoELayer(nn.Module):
@@ -25,7 +26,13 @@ class MoELayer(nn.Module):
     def forward(self, hidden: Tensor, row_seeds: Tensor | None) -> tuple[Tensor, RouterStats]:
         """``hidden`` (batch, seq, d_model) -> the same shape, plus what the router decided."""
         routing = self.router(hidden, row_seeds)
-        update = self.dispatcher(hidden.flatten(0, 1), routing, self.experts).view_as(hidden)
+        update = self._routed(hidden.flatten(0, 1), routing).view_as(hidden)
         if self.shared is not None:
             update = update + self.shared(hidden)
         return update, routing.stats
+
+    def _routed(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        if routing.tokens_N is None:
+            return self.dispatcher(x_TD, routing, self.experts)
+        rows_ND = self.dispatcher(x_TD.index_select(0, routing.tokens_N), routing, self.experts)
+        return torch.zeros_like(x_TD).index_add(0, routing.tokens_N, rows_ND)

@@ -1,4 +1,7 @@
-"""Token-choice top-k router. Letters: B rows, S positions, T = B*S tokens, D width, E experts, K choices."""
+"""The router: tokens choose their best experts, or experts their best tokens.
+
+Letters: B rows, S positions, T = B*S tokens, D width, E experts, K choices, N slots.
+"""
 
 from typing import NamedTuple
 
@@ -8,7 +11,17 @@ from torch import Tensor, nn
 
 from moe_zoo.layers.rows import RowShare, WholeRows
 from moe_zoo.ops.noise import uniform_noise
-from moe_zoo.ops.routing import choose_experts, count_per_row, expert_capacity, within_capacity
+from moe_zoo.ops.routing import (
+    GroupLimit,
+    Scores,
+    choose_experts,
+    count_per_row,
+    expert_capacity,
+    score_experts,
+    take_tokens,
+    taken_slots,
+    within_capacity,
+)
 
 
 class RouterStats(NamedTuple):
@@ -18,19 +31,30 @@ class RouterStats(NamedTuple):
     prob_sums: Tensor  # (B, E) router probabilities, summed over the row
     z_sums: Tensor  # (B,) squared log-partition, summed over the row
     entropy_sums: Tensor  # (B,) entropy of the router's distribution in nats, summed over the row
-    dropped: Tensor  # (B,) slots refused for want of capacity
+    dropped: Tensor  # (B,) slots refused for want of capacity; K for each token that no choosing expert took
 
 
 class Routing(NamedTuple):
-    """Where every token goes. An expert index equal to the number of experts means dropped."""
+    """Where every token goes. An expert index equal to the number of experts means dropped.
+
+    Where experts choose, a token has one row here per expert that took it: K is 1, and ``tokens_N`` says whose row it
+    is. Dispatchers see copies of tokens and nothing new: B * capacity * E rows, as many as token choice has slots. (A
+    column per expert would be simpler, and E / K times the rows.) Where rows are split each rank keeps room for all
+    that an expert takes of a row, and what lies elsewhere is dropped.
+    """
 
     weights_TK: Tensor
     experts_TK: Tensor
     stats: RouterStats
+    num_places: int | None = None  # no expert has more slots of this rank than that; None: no capacity
+    tokens_N: Tensor | None = None
 
 
 class TopKRouter(nn.Module):
-    """Send each token to its K best experts.
+    """Send each token to its K best experts, or (``choice = "expert"``) each expert its best tokens of every row.
+
+    Experts that choose are always full, so nothing has to be balanced (Zhou et al., arXiv:2202.09368); but a token's
+    route then depends on later tokens of its row. Losses are flattered by that, and no cache can continue a text.
 
     The gate runs in fp32 whatever the model's dtype: a bf16 softmax over thousands of experts cannot tell neighbours
     apart (Switch, arXiv:2101.03961, section 2.4). The module owns its weight directly, and uses it in its own
@@ -52,13 +76,18 @@ class TopKRouter(nn.Module):
         jitter: float = 0.0,
         capacity_factor: float | None = None,
         eval_capacity_factor: float | None = None,
+        num_groups: int = 1,
+        groups_per_token: int = 1,
+        group_score: str = "max",
+        choice: str = "token",
         layer: int = 0,
     ):
         super().__init__()
         self.num_experts, self.top_k, self.layer = num_experts, top_k, layer
-        self.rows = WholeRows()
+        self.rows, self.choice = WholeRows(), choice
         self.score, self.normalize, self.scale, self.jitter = score, normalize, scale, jitter
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
+        self.limit = GroupLimit(num_groups, groups_per_token, group_score) if num_groups > 1 else None
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         bias = torch.zeros(num_experts, dtype=torch.float32) if selection_bias else None
         self.register_buffer("selection_bias", bias)
@@ -71,37 +100,65 @@ class TopKRouter(nn.Module):
             noise_BSD = uniform_noise(row_seeds, places, x_BSD.shape[2], salt=self.layer)
             x_BSD = x_BSD * (1 - self.jitter + 2 * self.jitter * noise_BSD)
         logits_TE = F.linear(x_BSD, self.weight.to(x_BSD.dtype)).flatten(0, 1)
-        choice = choose_experts(
-            logits_TE,
+        scores = score_experts(logits_TE, self.score)
+        decide = self._experts_choose if self.choice == "expert" else self._tokens_choose
+        return decide(logits_TE, scores, len(hidden_BSD))
+
+    def _tokens_choose(self, logits_TE: Tensor, scores: Scores, num_rows: int) -> Routing:
+        weights_TK, chosen_TK = choose_experts(
+            scores.scores_TE,
             top_k=self.top_k,
-            score=self.score,
             normalize=self.normalize,
             scale=self.scale,
             bias_E=self.selection_bias,
+            limit=self.limit,
         )
-        num_rows = len(hidden_BSD)
-        experts_TK = self._drop(choice.experts_TK, num_rows)
-        return Routing(choice.weights_TK, experts_TK, self._stats(logits_TE, choice, experts_TK, num_rows))
+        experts_TK, num_places = self._drop(chosen_TK, num_rows)
+        counts_BE = count_per_row(chosen_TK, num_rows, self.num_experts)
+        dropped_B = (experts_TK == self.num_experts).view(num_rows, -1).sum(1)
+        stats = _stats(logits_TE, scores.probs_TE, counts_BE, dropped_B)
+        return Routing(weights_TK, experts_TK, stats, num_places)
 
-    def _drop(self, experts_TK: Tensor, num_rows: int) -> Tensor:
-        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+    def _drop(self, experts_TK: Tensor, num_rows: int) -> tuple[Tensor, int | None]:
+        factor = self._capacity_factor()
         if factor is None:
-            return experts_TK
+            return experts_TK, None
         experts_BSK = experts_TK.unflatten(0, (num_rows, -1))
-        whole_BSK = self.rows.gathered(experts_BSK)
+        whole_BSK, own_S = self._whole_and_own(experts_BSK)
         capacity = expert_capacity(factor, whole_BSK.shape[1], self.top_k, self.num_experts)
-        kept_BSK = within_capacity(whole_BSK, self.num_experts, capacity)
-        own_BSK = kept_BSK[:, self.rows.places(experts_BSK.shape[1], experts_TK.device)]
-        return experts_TK.where(own_BSK.flatten(0, 1), self.num_experts)
+        kept_BSK = within_capacity(whole_BSK, self.num_experts, capacity)[:, own_S]
+        num_places = num_rows * min(capacity, len(own_S))  # a token chooses an expert once; all choices may lie here
+        return experts_TK.where(kept_BSK.flatten(0, 1), self.num_experts), num_places
 
-    def _stats(self, logits_TE, choice, experts_TK, num_rows: int) -> RouterStats:
-        logits_TE = logits_TE.to(choice.probs_TE.dtype)
-        probs_TE = choice.probs_TE.detach()
-        entropy_T = torch.special.entr(probs_TE).sum(-1)
-        return RouterStats(
-            counts=count_per_row(choice.experts_TK, num_rows, self.num_experts).to(probs_TE.dtype),
-            prob_sums=choice.probs_TE.unflatten(0, (num_rows, -1)).sum(1),
-            z_sums=logits_TE.logsumexp(-1).square().view(num_rows, -1).sum(1),
-            entropy_sums=entropy_T.view(num_rows, -1).sum(1),
-            dropped=(experts_TK == self.num_experts).view(num_rows, -1).sum(1).to(probs_TE.dtype),
+    def _experts_choose(self, logits_TE: Tensor, scores: Scores, num_rows: int) -> Routing:
+        scores_BSE = scores.scores_TE.unflatten(0, (num_rows, -1))
+        whole_BSE, own_S = self._whole_and_own(scores_BSE)
+        factor = self._capacity_factor() or self.capacity_factor or 1.0  # without a limit nothing would be chosen
+        capacity = expert_capacity(factor, whole_BSE.shape[1], self.top_k, self.num_experts)
+        taken_BSE = take_tokens(whole_BSE, capacity)[:, own_S]
+        own_capacity = min(capacity, len(own_S))
+        slots = taken_slots(scores_BSE, taken_BSE, own_capacity, normalize=self.normalize, scale=self.scale)
+        dropped_B = self.top_k * (~taken_BSE.any(-1)).sum(1)
+        stats = _stats(logits_TE, scores.probs_TE, taken_BSE.sum(1), dropped_B)
+        return Routing(
+            slots.weights_N[:, None], slots.experts_N[:, None], stats, num_rows * own_capacity, slots.tokens_N
         )
+
+    def _capacity_factor(self) -> float | None:
+        return self.capacity_factor if self.training else self.eval_capacity_factor
+
+    def _whole_and_own(self, x_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of whole rows, and where the own part lies in them, (S,)."""
+        return self.rows.gathered(x_BS), self.rows.places(x_BS.shape[1], x_BS.device)
+
+
+def _stats(logits_TE: Tensor, probs_TE: Tensor, counts_BE: Tensor, dropped_B: Tensor) -> RouterStats:
+    num_rows, dtype = len(counts_BE), probs_TE.dtype
+    entropy_T = torch.special.entr(probs_TE.detach()).sum(-1)
+    return RouterStats(
+        counts=counts_BE.to(dtype),
+        prob_sums=probs_TE.unflatten(0, (num_rows, -1)).sum(1),
+        z_sums=logits_TE.to(dtype).logsumexp(-1).square().view(num_rows, -1).sum(1),
+        entropy_sums=entropy_T.view(num_rows, -1).sum(1),
+        dropped=dropped_B.to(dtype),
+    )

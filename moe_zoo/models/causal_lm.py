@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.decoder import SparseDecoder, init_std
+from moe_zoo.spec.errors import MoeZooError
 
 REMOTE_FILE = "modeling_moe_zoo.py"
 
@@ -49,6 +50,8 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
 
         The loss holds no router losses: train with a recipe, whose balance is exact in every layout.
         """
+        if self.model.architecture.experts_choose:
+            check_rows_are_whole(attention_mask, is_continued=bool(use_cache) or past_key_values is not None)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         num_past = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -61,6 +64,12 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
             targets = F.pad(labels[:, 1:], (0, 1), value=-100)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         return CausalLMOutputWithPast(loss, logits[:, -logits_to_keep:], past_key_values)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does it. Refused where experts choose tokens: each new one would change the routes so far."""
+        if self.model.architecture.experts_choose:
+            check_rows_are_whole(None, is_continued=True)
+        return super().generate(*args, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed
@@ -101,6 +110,15 @@ def remote_code() -> str:
     if here.name == REMOTE_FILE:
         return here.read_text()
     return importlib.import_module("moe_zoo.models.remote_code").bundle()
+
+
+def check_rows_are_whole(attention_mask: Tensor | None, *, is_continued: bool) -> None:
+    """What a model whose experts choose can be asked: raises ``MoeZooError`` for the rest."""
+    if is_continued or (attention_mask is not None and not bool(attention_mask.all())):
+        raise MoeZooError(
+            "router.choice: expert; who takes a token depends on its whole row, which can be neither continued nor "
+            "padded; give whole rows without a cache, or train with router.choice token"
+        )
 
 
 def key_mask(attention_mask: Tensor | None, num_new: int, num_past: int) -> Tensor | None:

@@ -3,6 +3,7 @@
 Letters: L sparse layers, B rows, E experts.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -97,19 +98,7 @@ def make_block(arch: Architecture, layer: int) -> DecoderBlock:
 def make_moe(arch: Architecture, layer: int) -> MoELayer:
     """The sparse feed-forward of block ``layer``."""
     moe = arch.moe
-    router = TopKRouter(
-        arch.d_model,
-        moe.router.num_experts,
-        moe.router.top_k,
-        score=moe.router.score,
-        normalize=moe.router.normalize,
-        scale=moe.router.scale,
-        selection_bias=moe.router.selection_bias,
-        jitter=moe.router.jitter,
-        capacity_factor=moe.router.capacity_factor,
-        eval_capacity_factor=moe.router.eval_capacity_factor,
-        layer=layer,
-    )
+    router = TopKRouter(arch.d_model, **dataclasses.asdict(moe.router), layer=layer)  # the same names in both
     spec = moe.experts
     experts = Experts(moe.router.num_experts, arch.d_model, spec.d_ff, spec.activation, spec.gated)
     return MoELayer(router, experts, make_ffn(arch.d_model, moe.shared) if moe.shared else None)

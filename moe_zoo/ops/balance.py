@@ -26,7 +26,7 @@ def balance_loss(
     *,
     pool_tokens: int,
     total_tokens: int,
-    top_k: int,
+    slots_per_token: float,
     num_layers: int,
 ) -> Tensor:
     """This rank's share of the global batch's balance loss; 1.0 in sum over micro-batches and ranks if all is even.
@@ -35,7 +35,7 @@ def balance_loss(
     the whole model, of which L are here.
     """
     num_experts = prob_sums_LBE.shape[-1]
-    slope_LBE = pooled_counts_LBE * (num_experts / (num_layers * total_tokens * pool_tokens * top_k))
+    slope_LBE = pooled_counts_LBE * (num_experts / (num_layers * total_tokens * pool_tokens * slots_per_token))
     return (slope_LBE * prob_sums_LBE).sum()
 
 

@@ -32,15 +32,46 @@ def experts(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, w_up, w_down, 
 
 
 def choose(
-    logits: Tensor, *, top_k: int, score: str, normalize: bool, scale: float, bias: Tensor | None
+    logits: Tensor,
+    *,
+    top_k: int,
+    score: str,
+    normalize: bool,
+    scale: float,
+    bias: Tensor | None,
+    groups: tuple[int, int, str] = (1, 1, "max"),
 ) -> tuple[list[int], list[Tensor]]:
-    """Experts and weights of one token from its router logits (E,)."""
+    """Experts and weights of one token from its router logits (E,). ``groups``: how many, how many allowed, score."""
     scores = [s for s in logits.softmax(0)] if score == "softmax" else [s.sigmoid() for s in logits]
     wanted = [float(s.detach()) + (float(bias[e]) if bias is not None else 0.0) for e, s in enumerate(scores)]
-    chosen = sorted(range(len(scores)), key=lambda e: -wanted[e])[:top_k]
+    chosen = sorted(allowed_experts(wanted, *groups), key=lambda e: -wanted[e])[:top_k]
     weights = [scores[e] for e in chosen]
     total = sum(weights) if normalize else 1.0
     return chosen, [scale * weight / total for weight in weights]
+
+
+def allowed_experts(wanted: list[float], num_groups: int, groups_per_token: int, group_score: str) -> list[int]:
+    """The experts of one token's best groups."""
+    size = len(wanted) // num_groups
+    members = [range(g * size, (g + 1) * size) for g in range(num_groups)]
+
+    def worth(group: range) -> float:
+        return sum(sorted((wanted[e] for e in group), reverse=True)[: {"max": 1, "top2": 2}[group_score]])
+
+    best = sorted(members, key=worth, reverse=True)[:groups_per_token]
+    return [e for group in best for e in group]
+
+
+def take(scores_BSE: Tensor, top_k: int, factor: float) -> Tensor:
+    """Mask (B, S, E): each expert takes its best tokens of each row, one after the other."""
+    B, S, E = scores_BSE.shape
+    taken_BSE = torch.zeros(B, S, E, dtype=torch.bool)
+    for b in range(B):
+        for e in range(E):
+            column = scores_BSE[b, :, e].tolist()
+            for s in sorted(range(S), key=lambda s: -column[s])[: math.ceil(factor * S * top_k / E)]:
+                taken_BSE[b, s, e] = True
+    return taken_BSE
 
 
 def drop(chosen_BSK: list[list[list[int]]], num_experts: int, factor: float) -> list[list[list[int]]]:

@@ -1,6 +1,7 @@
-"""Routing math: which experts a token chooses, with what weight, and who is refused.
+"""Routing math: who chooses whom, with what weight, and who is refused.
 
-Letters: B rows (sequences), S positions, T = B*S tokens, E experts, K choices per token, N = T*K slots.
+Letters: B rows (sequences), S positions, T = B*S tokens, E experts, G groups of experts, K choices per token,
+C tokens per expert and row, N slots (T*K where tokens choose, B*C*E where experts do).
 """
 
 import math
@@ -10,32 +11,99 @@ import torch
 from torch import Tensor
 
 
-class Choice(NamedTuple):
-    """What a router decided, before capacity."""
+class Scores(NamedTuple):
+    """What a router thinks of each token and expert."""
 
-    weights_TK: Tensor
-    experts_TK: Tensor
+    scores_TE: Tensor  # the weight of an expert, should it be chosen
     probs_TE: Tensor  # each row sums to one: the P of the balance loss
 
 
-def choose_experts(
-    logits_TE: Tensor, *, top_k: int, score: str, normalize: bool, scale: float, bias_E: Tensor | None = None
-) -> Choice:
-    """Top-k choice by softmax or sigmoid score; ``bias_E`` moves the choice, never the weight.
+class GroupLimit(NamedTuple):
+    """Experts lie in ``num_groups`` equal runs; a token chooses within its ``groups_per_token`` best."""
 
-    Source: Switch, arXiv:2101.03961, eqs. 1-2 (softmax); DeepSeek-V3, arXiv:2412.19437, eqs. 12-16 (sigmoid).
+    num_groups: int
+    groups_per_token: int
+    score: str  # of a group: "max", its best expert's; "top2", the sum of its two best
+
+
+class TakenSlots(NamedTuple):
+    """The slots of experts that chose. An expert index equal to the number of experts means an empty place."""
+
+    tokens_N: Tensor
+    experts_N: Tensor
+    weights_N: Tensor
+
+
+def score_experts(logits_TE: Tensor, score: str) -> Scores:
+    """Softmax or sigmoid of the router's logits.
+
+    Source: Switch, arXiv:2101.03961, eq. 1 (softmax); DeepSeek-V3, arXiv:2412.19437, eqs. 15 and 19 (sigmoid).
     """
     if score == "softmax":
-        scores_TE = probs_TE = logits_TE.softmax(dim=-1)
-    else:
-        scores_TE = logits_TE.sigmoid()
-        probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(1e-20)  # DeepSeek-V3, eq. 19
-    wanted_TE = scores_TE if bias_E is None else scores_TE + bias_E
-    experts_TK = wanted_TE.detach().topk(top_k, dim=-1).indices
+        probs_TE = logits_TE.softmax(dim=-1)
+        return Scores(probs_TE, probs_TE)
+    scores_TE = logits_TE.sigmoid()
+    return Scores(scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(1e-20))
+
+
+def choose_experts(
+    scores_TE: Tensor,
+    *,
+    top_k: int,
+    normalize: bool,
+    scale: float,
+    bias_E: Tensor | None = None,
+    limit: GroupLimit | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Each token's K best experts: weights and indices, both (T, K). ``bias_E`` moves the choice, never the weight.
+
+    Source: Switch, arXiv:2101.03961, eq. 2; DeepSeek-V3, arXiv:2412.19437, eqs. 13, 14 and 16.
+    """
+    wanted_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
+    if limit is not None:
+        wanted_TE = within_groups(wanted_TE, limit)
+    experts_TK = wanted_TE.topk(top_k, dim=-1).indices
     weights_TK = scores_TE.gather(-1, experts_TK)
     if normalize:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(1e-20)
-    return Choice(weights_TK * scale, experts_TK, probs_TE)
+    return weights_TK * scale, experts_TK
+
+
+def within_groups(wanted_TE: Tensor, limit: GroupLimit) -> Tensor:
+    """``wanted_TE`` with minus infinity outside each token's best groups: a biased score may lie below zero.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2 (max); DeepSeek-V3, arXiv:2412.19437, section 2.1.2 (the sum
+    of the K / groups_per_token best, which are two in its configuration).
+    """
+    wanted_TGe = wanted_TE.unflatten(-1, (limit.num_groups, -1))
+    num_best = min(2 if limit.score == "top2" else 1, wanted_TGe.shape[-1])
+    groups_TG = wanted_TGe.topk(num_best, dim=-1).values.sum(-1)
+    chosen = groups_TG.topk(limit.groups_per_token, dim=-1).indices
+    allowed_TG = torch.zeros_like(groups_TG, dtype=torch.bool).scatter_(-1, chosen, True)
+    return wanted_TGe.masked_fill(~allowed_TG[..., None], -torch.inf).flatten(-2)
+
+
+def take_tokens(scores_BSE: Tensor, capacity: int) -> Tensor:
+    """Mask (B, S, E) of the ``capacity`` best tokens of each expert and row; of two that are equal, the earlier.
+
+    Source: expert choice, Zhou et al., arXiv:2202.09368, section 3.2, with the row as the group.
+    """
+    order_BSE = scores_BSE.argsort(dim=1, descending=True, stable=True)
+    return torch.zeros_like(scores_BSE, dtype=torch.bool).scatter_(1, order_BSE[:, :capacity], True)
+
+
+def taken_slots(scores_BSE: Tensor, taken_BSE: Tensor, capacity: int, *, normalize: bool, scale: float) -> TakenSlots:
+    """``capacity`` slots for each row and expert, those of ``taken_BSE`` first: their number depends on no data."""
+    B, S, E = scores_BSE.shape
+    places_BCE = (~taken_BSE).to(torch.uint8).argsort(dim=1, stable=True)[:, :capacity]
+    experts_E = torch.arange(E, device=scores_BSE.device)
+    if normalize:
+        scores_BSE = scores_BSE / (scores_BSE * taken_BSE).sum(-1, keepdim=True).clamp_min(1e-20)
+    return TakenSlots(
+        tokens_N=(places_BCE + S * torch.arange(B, device=scores_BSE.device)[:, None, None]).flatten(),
+        experts_N=experts_E.where(taken_BSE.gather(1, places_BCE), E).flatten(),
+        weights_N=scores_BSE.gather(1, places_BCE).flatten() * scale,
+    )
 
 
 def count_per_row(experts_TK: Tensor, num_rows: int, num_experts: int) -> Tensor:

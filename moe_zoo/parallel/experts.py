@@ -1,7 +1,7 @@
 """Experts spread over ranks: each holds some of them (ep), or some hidden units of each (etp)."""
 
 from moe_zoo.comm.mesh import Mesh
-from moe_zoo.layers.dispatch import AllToAllDispatcher
+from moe_zoo.layers.dispatch import Dispatcher, make_dispatcher
 from moe_zoo.layers.experts import Experts
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.models.decoder import SparseDecoder
@@ -27,6 +27,14 @@ def spread_experts(model: SparseDecoder, mesh: Mesh) -> Slices:
     for path, layer in model.named_modules():
         if isinstance(layer, MoELayer):
             slices |= expert_slices(f"{path}.experts", layer.experts, mesh)
-            if mesh.ep * mesh.etp > 1:
-                layer.dispatcher = AllToAllDispatcher(layer.router.num_experts, mesh.ep_group)
+            layer.dispatcher = _dispatcher(layer.router.num_experts, mesh)
     return slices
+
+
+def _dispatcher(num_experts: int, mesh: Mesh) -> Dispatcher:
+    kind = mesh.layout.dispatch
+    if mesh.ep * mesh.etp == 1:
+        return make_dispatcher("exact" if kind == "hierarchical" else kind, num_experts)
+    if kind == "hierarchical":
+        return make_dispatcher(kind, num_experts, inner=mesh.ep_in_node, outer=mesh.ep_across, slices=mesh.etp)
+    return make_dispatcher(kind, num_experts, group=mesh.ep_group, slices=mesh.etp)

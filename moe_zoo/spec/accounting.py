@@ -5,7 +5,7 @@ Letters: D model width, F expert width, E experts, K choices, H heads, S sequenc
 
 from typing import NamedTuple
 
-from moe_zoo.spec.architecture import Architecture, FeedForwardSpec
+from moe_zoo.spec.architecture import Architecture, FeedForwardSpec, MoESpec
 
 # bf16: weight 2, gradient 2, master and moments 12; fp32: 4 of each. Source: ZeRO, arXiv:1910.02054, section 3.1.
 TRAINING_BYTES_PER_PARAMETER = 16
@@ -65,17 +65,8 @@ def forward_flops_per_token(architecture: Architecture, seq_len: int) -> int:
     causal mask. Norms, activations, rotations and the embedding's look-up are not counted, dropped tokens are not
     subtracted. Source: PaLM, arXiv:2204.02311, appendix B, of which this is a third (it counts the backward pass).
     """
-    counts = parameters(architecture)
-    attention = architecture.attention
-    matrices = (
-        architecture.num_layers * _attention_matrices(architecture)
-        + counts.feed_forward
-        + counts.router
-        + _active_experts(architecture, counts)
-        + counts.shared
-        + architecture.vocab_size * architecture.d_model  # the head, tied or not
-    )
-    return 2 * matrices + 4 * architecture.num_layers * seq_len * attention.num_heads * attention.head_dim
+    blocks = (block_flops_per_token(architecture, layer, seq_len) for layer in range(architecture.num_layers))
+    return sum(blocks) + head_flops_per_token(architecture)
 
 
 def block_flops_per_token(architecture: Architecture, layer: int, seq_len: int) -> int:
@@ -83,7 +74,7 @@ def block_flops_per_token(architecture: Architecture, layer: int, seq_len: int) 
     D, attention, moe = architecture.d_model, architecture.attention, architecture.moe
     matrices = _attention_matrices(architecture)
     if moe and architecture.is_sparse(layer):
-        matrices += moe.router.num_experts * D + moe.router.top_k * _ffn(moe.experts, D)
+        matrices += moe.router.num_experts * D + _slots_ffn(moe, D, seq_len)
         matrices += _ffn(moe.shared, D) if moe.shared else 0
     else:
         matrices += _ffn(architecture.feed_forward, D)
@@ -121,6 +112,11 @@ def _qk_norm(architecture: Architecture) -> int:
 
 def _ffn(spec: FeedForwardSpec, d_model: int) -> int:
     return (3 if spec.gated else 2) * d_model * spec.d_ff
+
+
+def _slots_ffn(moe: MoESpec, d_model: int, seq_len: int) -> int:
+    """Matrix parameters of the experts that a token meets, where experts choose on average over a row."""
+    return round(moe.router.slots_per_token(seq_len) * _ffn(moe.experts, d_model))
 
 
 def _active_experts(architecture: Architecture, counts: Parameters) -> int:

@@ -4,6 +4,7 @@ Plain dataclasses, not pydantic: the file travels with exported models, whose re
 """
 
 import dataclasses
+import math
 import typing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -53,10 +54,12 @@ class FeedForwardSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
-    """How a token chooses its experts.
+    """How tokens and experts find each other.
 
     ``softmax``, ``top_k = 1``, a capacity factor and jitter make the Switch router (arXiv:2101.03961);
-    ``sigmoid`` with ``selection_bias`` and ``normalize`` that of DeepSeek-V3 (arXiv:2412.19437, eqs. 12-16).
+    ``sigmoid`` with ``selection_bias``, ``normalize`` and groups that of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
+    With ``choice = "expert"`` each expert takes its best tokens of every row, ``top_k`` per token on average
+    (arXiv:2202.09368): always balanced, but a token's route depends on later ones, so such a model cannot generate.
     """
 
     num_experts: int
@@ -68,6 +71,11 @@ class RouterSpec:
     jitter: float = 0.0  # router input times uniform(1 - jitter, 1 + jitter) in training
     capacity_factor: float | None = None  # slots an expert takes per sequence, over the mean; None never drops
     eval_capacity_factor: float | None = None
+    num_groups: int = 1  # equal runs of experts, of which a token chooses within its best
+    groups_per_token: int = 1
+    group_score: Literal["max", "top2"] = "max"  # of a group: its best expert's, or the sum of its two best
+    # Who chooses. For experts a null capacity_factor means 1, and a null eval_capacity_factor the same as in training.
+    choice: Literal["token", "expert"] = "token"
 
     __pydantic_config__ = STRICT
 
@@ -85,6 +93,45 @@ class RouterSpec:
             factor = getattr(self, name)
             if factor is not None and factor <= 0:
                 raise RecipeError(f"router.{name}: {factor}; must be positive; null never drops a token")
+        self._check_groups()
+        self._check_choice()
+
+    def _check_groups(self) -> None:
+        _positive(self, "num_groups", "groups_per_token")
+        _one_of(self, "group_score", ("max", "top2"))
+        if self.num_experts % self.num_groups:
+            raise RecipeError(
+                f"router.num_groups: {self.num_groups}; must divide num_experts = {self.num_experts}; try "
+                f"{math.gcd(self.num_groups, self.num_experts)}"
+            )
+        if self.groups_per_token > self.num_groups:
+            raise RecipeError(
+                f"router.groups_per_token: {self.groups_per_token}; there are num_groups = {self.num_groups}; lower it"
+            )
+        within_reach = self.groups_per_token * self.num_experts // self.num_groups
+        if self.top_k > within_reach:
+            raise RecipeError(
+                f"router.top_k: {self.top_k}; the groups_per_token = {self.groups_per_token} groups of a token hold "
+                f"{within_reach} experts; lower it, or raise groups_per_token"
+            )
+
+    def _check_choice(self) -> None:
+        _one_of(self, "choice", ("token", "expert"))
+        if self.choice == "token":
+            return
+        for name, plain in (("selection_bias", False), ("num_groups", 1)):
+            if getattr(self, name) != plain:
+                raise RecipeError(
+                    f"router.{name}: {str(getattr(self, name)).lower()}; says how tokens choose, here experts do; "
+                    f"set it to {str(plain).lower()}, or choice to token"
+                )
+
+    def slots_per_token(self, seq_len: int) -> float:
+        """Choices per token of a row: ``top_k``, or where experts choose what they take in all, rounded up for each."""
+        if self.choice == "token":
+            return self.top_k
+        capacity = math.ceil((self.capacity_factor or 1.0) * seq_len * self.top_k / self.num_experts)
+        return self.num_experts * capacity / seq_len
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +192,11 @@ class Architecture:
     def num_experts(self) -> int:
         """Experts per sparse layer; 0 in a dense model."""
         return self.moe.router.num_experts if self.moe else 0
+
+    @property
+    def experts_choose(self) -> bool:
+        """Whether experts choose their tokens, so that a route depends on the whole row."""
+        return self.moe is not None and self.moe.router.choice == "expert"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested values, as they stand in a recipe or a ``config.json``."""

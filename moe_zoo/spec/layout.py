@@ -32,6 +32,8 @@ class ParallelLayout:
     etp: int = 1  # ranks that share each expert
     replicate: int = 1  # pods
     kv_parts: int = 1  # parts of the key and value heads; below tp, some ranks hold the same ones
+    dispatch: str = "exact"  # how tokens reach experts
+    ep_nodes: int = 1  # of hierarchical dispatch: nodes over which one set of experts is spread
 
     @property
     def stage_size(self) -> int:
@@ -89,8 +91,19 @@ def resolve_layout(recipe: Recipe, world: int, ranks_per_node: int) -> ParallelL
     ep = _auto_ep(recipe, pod, ranks_per_node) if asked.ep == "auto" else asked.ep
     _check_experts(recipe, ep, pod, whose)
     kv_parts = min(asked.tp, model.attention.num_kv_heads)
+    dispatch = "exact" if asked.dispatch == "auto" else asked.dispatch
     layout = ParallelLayout(
-        world, ep, asked.pp, asked.schedule, asked.tp, asked.cp, asked.etp, asked.replicate, kv_parts
+        world=world,
+        ep=ep,
+        pp=asked.pp,
+        schedule=asked.schedule,
+        tp=asked.tp,
+        cp=asked.cp,
+        etp=asked.etp,
+        replicate=asked.replicate,
+        kv_parts=kv_parts,
+        dispatch=dispatch,
+        ep_nodes=_ep_nodes(recipe, ep * asked.etp, ranks_per_node) if dispatch == "hierarchical" else 1,
     )
     _check_rows(recipe, layout.dp)
     return layout
@@ -120,14 +133,15 @@ def _check_pp(recipe: Recipe, world: int) -> None:
 
 def _check_model_fits(recipe: Recipe, ranks: int, whose: str) -> None:
     """Whether tp, cp, etp and replicate divide what they cut and the ranks of a stage, together."""
-    asked, left = recipe.parallel, ranks
-    for factor in ("tp", "cp", "replicate", "etp"):
+    asked = recipe.parallel
+    taken = {"tp": 1, "cp": asked.tp, "replicate": asked.tp * asked.cp, "etp": asked.replicate}  # experts refold a pod
+    for factor, others in taken.items():
         size: int = getattr(asked, factor)
+        left = ranks // others
         if problem := next(_problems(recipe, factor, size, left), None):
             fits = next(n for n in range(size, 0, -1) if not any(_problems(recipe, factor, n, left)))
             these = whose if left == ranks else f"left of the {ranks} {whose}"
             raise PlanError(f"parallel.{factor}: {size}; {problem.format(whose=these)}; try {fits}")
-        left //= size if factor != "etp" else 1
 
 
 def _problems(recipe: Recipe, factor: str, size: int, ranks: int) -> Iterator[str]:
@@ -190,6 +204,17 @@ def _check_experts(recipe: Recipe, ep: int, pod: int, whose: str) -> None:
             f"parallel.etp: {etp}; parallel.ep * parallel.etp = {ep * etp} must divide the {pod} {_ranks(pod)} {whose}; "
             f"try {_largest_divisor(pod // ep, at_most=etp)}"
         )
+
+
+def _ep_nodes(recipe: Recipe, ranks: int, ranks_per_node: int) -> int:
+    """Nodes that the ``ranks`` of ep x etp fill."""
+    nodes, rest = divmod(ranks, ranks_per_node)
+    if nodes < 2 or rest or ranks_per_node % recipe.parallel.etp or recipe.model.num_experts % nodes:
+        raise PlanError(
+            f"parallel.dispatch: hierarchical; wants parallel.ep * parallel.etp = {ranks} to fill two or more nodes of "
+            f"{ranks_per_node} ranks, experts whole in a node and equally many in each; try exact"
+        )
+    return nodes
 
 
 def _check_rows(recipe: Recipe, dp: int) -> None:

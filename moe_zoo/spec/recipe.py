@@ -82,6 +82,7 @@ class Parallel(Section):
     ep: Count | Literal["auto"] = "auto"  # auto: the largest divisor of num_experts that divides the ranks of a node
     etp: Count = 1  # expert-tensor: ranks that share each expert
     replicate: Count = 1  # pods: weights are sharded inside each, gradients summed across them
+    dispatch: Literal["auto", "exact", "padded", "hierarchical"] = "auto"  # how tokens reach experts; auto: exact
     engine: Literal["auto", "deepspeed", "fsdp"] = "auto"
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 3
     recompute: CountOrZero | Literal["selective"] = 0  # every so many blocks run again in backward, or parts of each
@@ -166,6 +167,7 @@ class Recipe(Section):
         _check_batch(self.train)
         _check_schedule(self.optim, self.train.steps)
         _check_balance(self.balance, self.model)
+        _check_dispatch(self.parallel.dispatch, self.model)
         _check_precision(self.precision)
         return self
 
@@ -206,7 +208,24 @@ def _check_precision(precision: Precision) -> None:
         )
 
 
+def _check_dispatch(dispatch: str, model: Architecture) -> None:
+    if dispatch == "auto":
+        return
+    if model.moe is None:
+        raise RecipeError(f"parallel.dispatch: {dispatch}; the model has no experts to reach; set it to auto")
+    if dispatch == "padded" and model.moe.router.capacity_factor is None and not model.experts_choose:
+        raise RecipeError(
+            "parallel.dispatch: padded; its buffers have room for model.moe.router.capacity_factor, which is null; set "
+            "that to a number, for example 1.25, or this to exact"
+        )
+
+
 def _check_balance(balance: Balance, model: Architecture) -> None:
+    if model.experts_choose and balance.method != "none":
+        raise RecipeError(
+            f"balance.method: {balance.method}; with model.moe.router.choice = expert all experts take equally many "
+            f"tokens; set it to none"
+        )
     has_bias = model.moe is not None and model.moe.router.selection_bias
     if balance.method == "bias" and not has_bias:
         remedy = "set it to true" if model.moe else "set balance.method to none, the model has no experts"

@@ -97,6 +97,37 @@ def test_switch_with_capacity_drops_the_same_tokens_in_every_layout(engine):
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_static_capacity_takes_the_steps_of_one_process(engine):
+    recipe = make_recipe(
+        parallel__engine=engine,
+        parallel__ep=2,
+        parallel__dispatch="padded",
+        model__moe__router={"num_experts": 6, "top_k": 2, "capacity_factor": 1.0, "jitter": 0.01},
+    )
+    check(recipe, world_size=2)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_tokens_that_choose_within_groups_take_the_steps_of_one_process(engine):
+    router = {"num_experts": 6, "top_k": 2, "num_groups": 3, "groups_per_token": 1, "group_score": "top2"}
+    recipe = make_recipe(parallel__engine=engine, parallel__ep=2, model__moe__router=router)
+    check(recipe, world_size=2)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("dispatch", ["exact", "padded"])
+def test_experts_that_choose_take_the_steps_of_one_process(engine, dispatch):
+    recipe = make_recipe(
+        parallel__engine=engine,
+        parallel__ep=2,
+        parallel__dispatch=dispatch,
+        model__moe__router={"num_experts": 6, "top_k": 2, "choice": "expert", "jitter": 0.1},  # jitter: no equal tokens
+        balance={"method": "none", "z_coefficient": 0.01},
+    )
+    check(recipe, world_size=2, starved=False)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 def test_tied_embeddings_and_a_dense_layer(engine):
     recipe = make_recipe(
         parallel__engine=engine, model__tie_embeddings=True, model__norm="layernorm", model__moe__first_layer=1

@@ -83,3 +83,30 @@ def test_recompute_and_weights_gathered_once(engine):
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 def test_a_tied_vocabulary_is_cut_once(engine):
     check(split_recipe(engine, parallel__tp=2, model__tie_embeddings=True), world_size=2)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("etp", [1, 2])
+def test_tokens_that_cross_nodes_once(engine, etp, tmp_path):
+    cluster = tmp_path / "pairs.yaml"
+    cluster.write_text("name: two nodes of two ranks\nranks_per_domain: 2\n")
+    axes = {"parallel__ep": 4 // etp, "parallel__etp": etp, "parallel__tp": 2, "parallel__dispatch": "hierarchical"}
+    router = {"num_experts": 8, "top_k": 2}
+    check(split_recipe(engine, **axes, model__moe__router=router, cluster=str(cluster)), world_size=4)
+
+
+@pytest.mark.parametrize("choice", ["token", "expert"])
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_static_capacity_and_experts_that_choose_when_rows_are_split(engine, choice):
+    router = {"num_experts": 6, "top_k": 2, "choice": choice, "capacity_factor": 1.0, "jitter": 0.1}
+    recipe = split_recipe(
+        engine,
+        parallel__tp=2,
+        parallel__cp=2,
+        parallel__ep=2,
+        parallel__etp=2,
+        parallel__dispatch="padded",
+        model__moe__router=router,
+        balance__method="none" if choice == "expert" else "aux_loss",
+    )
+    check(recipe, world_size=4, starved=choice == "token")

@@ -94,3 +94,15 @@ def test_a_tied_vocabulary_in_two_pods_with_its_optimizer_in_host_memory():
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_gradients_sharded_after_each_backward_add_up(engine, schedule):
     check(pipeline_recipe(engine, schedule, parallel__reduce="micro_batch"), world_size=4)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_experts_that_choose_and_static_capacity(engine):
+    recipe = pipeline_recipe(
+        engine,
+        "1F1B",
+        parallel__dispatch="padded",
+        model__moe__router={"num_experts": 6, "top_k": 2, "choice": "expert", "jitter": 0.1},
+        balance={"method": "none", "z_coefficient": 0.01},
+    )
+    check(recipe, world_size=4, starved=False)

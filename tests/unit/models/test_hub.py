@@ -138,6 +138,45 @@ def test_a_tied_model_is_saved_with_one_matrix_and_stays_tied(tmp_path):
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
+@pytest.fixture
+def choosing_experts():
+    values = moe_zoo.load_preset("switch-lm-test").to_dict()
+    values["moe"]["router"] |= {"choice": "expert", "top_k": 2, "capacity_factor": None, "jitter": 0.0}
+    model = from_architecture(moe_zoo.Architecture.from_dict(values))
+    initialize(model.model, seed=2)
+    return model.eval()
+
+
+def test_a_model_whose_experts_choose_loads_where_moe_zoo_is_not_installed(choosing_experts, tmp_path):
+    choosing_experts.save_pretrained(tmp_path)
+    torch.save(choosing_experts(IDS).logits, tmp_path / "expected.pt")
+    script = f"""
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, trust_remote_code=True).eval()
+torch.testing.assert_close(model(torch.tensor({IDS.tolist()})).logits, torch.load({str(tmp_path / "expected.pt")!r}))
+"""
+    run_where_moe_zoo_is_not_installed(script, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model: model.generate(IDS, max_new_tokens=2, use_cache=False),
+        lambda model: model(IDS, use_cache=True),
+        lambda model: model(IDS, attention_mask=torch.ones_like(IDS).index_fill(1, torch.tensor([0]), 0)),
+    ],
+    ids=["generate", "cache", "padding"],
+)
+def test_a_model_whose_experts_choose_sees_whole_rows_or_refuses(choosing_experts, ask):
+    with pytest.raises(moe_zoo.MoeZooError) as refused:
+        ask(choosing_experts)
+    assert str(refused.value) == (
+        "router.choice: expert; who takes a token depends on its whole row, which can be neither continued nor padded; "
+        "give whole rows without a cache, or train with router.choice token"
+    )
+
+
 def test_another_model_s_keys_are_an_error(saved, tmp_path):
     _, folder = saved
     shutil.copytree(folder, tmp_path / "copy")

@@ -5,7 +5,16 @@ import torch
 
 from moe_zoo.ops import reference
 from moe_zoo.ops.balance import balance_loss, bias_step, pool_tokens
-from moe_zoo.ops.routing import choose_experts, count_per_row, expert_capacity, within_capacity
+from moe_zoo.ops.routing import (
+    GroupLimit,
+    choose_experts,
+    count_per_row,
+    expert_capacity,
+    score_experts,
+    take_tokens,
+    taken_slots,
+    within_capacity,
+)
 
 B, S, E = 3, 7, 5
 
@@ -23,15 +32,64 @@ def test_choice_equals_the_reference(score, normalize, with_bias):
     torch.manual_seed(2)
     logits = torch.randn(11, E, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(E, dtype=torch.float64) if with_bias else None
-    settings = {"top_k": 3, "score": score, "normalize": normalize, "scale": 2.5}
-    choice = choose_experts(logits, bias_E=bias, **settings)
-    for t, row in enumerate(logits):
-        experts, weights = reference.choose(row, bias=bias, **settings)
-        assert choice.experts_TK[t].tolist() == experts
-        torch.testing.assert_close(choice.weights_TK[t], torch.stack(weights))
-    torch.testing.assert_close(choice.probs_TE.sum(-1), torch.ones(11, dtype=torch.float64))
-    grad = torch.autograd.grad(choice.weights_TK.square().sum(), logits)[0]
-    assert grad.abs().sum() > 0
+    assert_choice_equals_the_reference(logits, bias, (1, 1, "max"), top_k=3, score=score, normalize=normalize)
+
+
+@pytest.mark.parametrize("group_score", ["max", "top2"])
+@pytest.mark.parametrize("groups_per_token", [1, 2])
+@pytest.mark.parametrize("offset", [0.0, -5.0])
+def test_choice_within_groups_equals_the_reference_even_where_all_wanted_scores_are_negative(
+    group_score, groups_per_token, offset
+):
+    torch.manual_seed(4)
+    logits = torch.randn(23, 12, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(12, dtype=torch.float64) + offset
+    groups = (4, groups_per_token, group_score)
+    chosen = assert_choice_equals_the_reference(logits, bias, groups, top_k=3, score="sigmoid", normalize=True)
+    assert all(len(set(row)) <= groups_per_token for row in (chosen // 3).tolist())
+    unlimited = choose_experts(logits.sigmoid(), top_k=3, normalize=True, scale=1.0, bias_E=bias)[1]
+    assert not torch.equal(chosen, unlimited), "the limit must bind"
+
+
+def assert_choice_equals_the_reference(logits, bias, groups, *, score: str, **settings) -> torch.Tensor:
+    scores = score_experts(logits, score)
+    limit = GroupLimit(*groups) if groups[0] > 1 else None
+    weights, chosen = choose_experts(scores.scores_TE, bias_E=bias, scale=2.5, limit=limit, **settings)
+    truth = [reference.choose(row, score=score, bias=bias, groups=groups, scale=2.5, **settings) for row in logits]
+    assert chosen.tolist() == [experts for experts, _ in truth]
+    true_weights = torch.stack([torch.stack(row) for _, row in truth])
+    torch.testing.assert_close(weights, true_weights)
+    seed = torch.rand_like(weights)
+    ours, theirs = (torch.autograd.grad(w, logits, seed)[0] for w in (weights, true_weights))
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+    assert ours.abs().sum() > 0
+    torch.testing.assert_close(scores.probs_TE.sum(-1), torch.ones(len(logits), dtype=torch.float64))
+    return chosen
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0, 9.0])
+def test_experts_take_the_tokens_that_the_reference_takes(factor):
+    scores = torch.randn(B, S, E, generator=torch.Generator().manual_seed(5))
+    scores[0, 2:5, 0] = 3.0  # equal: the earlier tokens go first
+    capacity = expert_capacity(factor, S, 2, E)
+    assert torch.equal(take_tokens(scores, capacity), reference.take(scores, 2, factor))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_slots_of_a_mask_hold_its_entries_and_empty_places(normalize):
+    torch.manual_seed(6)
+    scores, taken = torch.rand(B, S, E, dtype=torch.float64), torch.rand(B, S, E) < 0.4
+    capacity = int(taken.sum(1).max())
+    slots = taken_slots(scores, taken, capacity, normalize=normalize, scale=2.0)
+    assert len(slots.tokens_N) == B * capacity * E
+    filled = slots.experts_N < E
+    found = torch.zeros(B * S, E, dtype=torch.float64)
+    found[slots.tokens_N[filled], slots.experts_N[filled]] = slots.weights_N[filled]
+    weights = scores * taken
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+    assert filled.sum() == taken.sum()
+    torch.testing.assert_close(found, 2.0 * weights.flatten(0, 1), atol=1e-15, rtol=0)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -65,7 +123,7 @@ def test_balance_in_each_scope_equals_the_textbook(scope):
     pooled = counts.unflatten(1, (pools, -1)).sum(2, keepdim=True).expand(-1, -1, rows // pools, -1).flatten(1, 2)
     sums = probs.unflatten(1, (rows, S)).sum(2)
     pool = pool_tokens(scope, S, rows, micro)
-    ours = balance_loss(sums, pooled, pool_tokens=pool, total_tokens=rows * S, top_k=2, num_layers=layers)
+    ours = balance_loss(sums, pooled, pool_tokens=pool, total_tokens=rows * S, slots_per_token=2, num_layers=layers)
     torch.testing.assert_close(ours, truth)
     for a, b in zip(torch.autograd.grad(ours, probs), torch.autograd.grad(truth, probs), strict=True):
         torch.testing.assert_close(a, b)
@@ -77,7 +135,9 @@ def test_collapse_of_every_layer_onto_another_expert_is_not_called_balanced():
     chosen = torch.arange(layers)[:, None, None].expand(layers, 8, 1)
     probs = torch.nn.functional.one_hot(chosen[..., 0], E).double()
     counts = torch.stack([count_per_row(c, 1, E) for c in chosen]).double()
-    ours = balance_loss(probs.sum(1, keepdim=True), counts, pool_tokens=8, total_tokens=8, top_k=1, num_layers=layers)
+    ours = balance_loss(
+        probs.sum(1, keepdim=True), counts, pool_tokens=8, total_tokens=8, slots_per_token=1, num_layers=layers
+    )
     assert ours.item() == pytest.approx(E)
 
 

@@ -63,6 +63,23 @@ def test_impossible_architectures_are_refused_in_one_line(change, text):
         ({"top_k": 5}, "router.top_k: 5; a token cannot choose more than num_experts = 4; lower it"),
         ({"jitter": 1.0}, "router.jitter: 1.0; must be at least 0 and below 1; Switch uses 0.01"),
         ({"capacity_factor": 0}, "router.capacity_factor: 0; must be positive; null never drops a token"),
+        ({"num_groups": 3}, "router.num_groups: 3; must divide num_experts = 4; try 1"),
+        ({"groups_per_token": 2}, "router.groups_per_token: 2; there are num_groups = 1; lower it"),
+        (
+            {"num_groups": 4, "groups_per_token": 2, "top_k": 3},
+            "router.top_k: 3; the groups_per_token = 2 groups of a token hold 2 experts; lower it, or raise "
+            "groups_per_token",
+        ),
+        ({"group_score": "top3"}, "model group_score: 'top3'; did you mean 'top2'?"),
+        ({"choice": "exprt"}, "model choice: 'exprt'; did you mean 'expert'?"),
+        (
+            {"choice": "expert", "selection_bias": True},
+            "router.selection_bias: true; says how tokens choose, here experts do; set it to false, or choice to token",
+        ),
+        (
+            {"choice": "expert", "num_groups": 2},
+            "router.num_groups: 2; says how tokens choose, here experts do; set it to 1, or choice to token",
+        ),
     ],
 )
 def test_impossible_routers_are_refused_in_one_line(router, text):

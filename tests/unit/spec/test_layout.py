@@ -53,6 +53,12 @@ def test_auto_ep_of_a_dense_model_is_one():
             "expect.world: 2; the recipe was launched on 1 rank; launch 2, or set expect=null",
         ),
         (
+            {"parallel": {"dispatch": "hierarchical"}},
+            2,
+            "parallel.dispatch: hierarchical; wants parallel.ep * parallel.etp = 2 to fill two or more nodes of 2 ranks, "
+            "experts whole in a node and equally many in each; try exact",
+        ),
+        (
             {"ep": 2, "model": preset_values("switch-lm-test") | {"moe": None}},
             2,
             "parallel.ep: 2; the model has no experts to spread; set parallel.ep to 1",

@@ -165,6 +165,20 @@ def test_a_bad_override_is_refused_in_one_line(base, override, text):
             "balance.method: aux_loss; the model has model.moe.router.selection_bias, which nothing would move; "
             "set balance.method to bias, or selection_bias to false",
         ),
+        (
+            ["model.moe.router.choice=expert"],
+            "balance.method: aux_loss; with model.moe.router.choice = expert all experts take equally many tokens; set "
+            "it to none",
+        ),
+        (
+            ["model.moe.router.capacity_factor=null", "parallel.dispatch=padded"],
+            "parallel.dispatch: padded; its buffers have room for model.moe.router.capacity_factor, which is null; set "
+            "that to a number, for example 1.25, or this to exact",
+        ),
+        (
+            ["model.moe=null", "balance.method=none", "parallel.dispatch=padded"],
+            "parallel.dispatch: padded; the model has no experts to reach; set it to auto",
+        ),
     ],
 )
 def test_sections_that_disagree_are_refused_in_one_line(base, overrides, text):

@@ -1,0 +1,1 @@
+"""What a layout costs, by arithmetic alone: no torch, no processes."""
