@@ -43,7 +43,7 @@ def _experts_choose(router: TopKRouter, scores_BSE: Tensor) -> tuple[Tensor, Ten
 
 def _gap_between_groups(router: TopKRouter, wanted_TE: Tensor) -> Tensor:
     limit = router.limit
-    best = {"max": 1, "top2": 2}[limit.group_score]
+    best = {"max": 1, "top2": 2}[limit.score]
     members_TGE = wanted_TE.unflatten(1, (limit.num_groups, -1))
     worth_TG = members_TGE.topk(min(best, members_TGE.shape[-1])).values.sum(-1)
     return gap_after(worth_TG, limit.groups_per_token)

@@ -28,8 +28,9 @@ class Display:
     """Cases as they end, on stderr; the time left is that of the cases so far."""
 
     def __init__(self, ranks: int):
-        self.console, self.began = Console(stderr=True, highlight=False, soft_wrap=True), time.monotonic()
-        columns = (BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.began: float | None = None  # when the first case ended: until then the ranks start
+        columns = (BarColumn(bar_width=20), TimeElapsedColumn())
         is_plain = not self.console.is_terminal
         self.progress = Progress(*columns, TextColumn("{task.description}"), console=self.console, disable=is_plain)
         self.task = self.progress.add_task(f"truth in float64, then {ranks} ranks", total=None)
@@ -37,10 +38,16 @@ class Display:
 
     def report(self, done: int, total: int, result: Result) -> None:
         """After each case."""
-        left = clock((time.monotonic() - self.began) / done * (total - done))
-        self.progress.update(self.task, completed=done, total=total, description=f"left {left}")
+        left = f"{done}/{total}{self._left(done, total)}"
+        self.progress.update(self.task, completed=done, total=total, description=left)
         text = f"{result.name}: {said(result)}  {result.duration_s:.1f} s"
-        self.progress.console.print(f"{text}  left {left}", markup=False)
+        self.progress.console.print(f"{text}  {left}", markup=False)
+
+    def _left(self, done: int, total: int) -> str:
+        if self.began is None:
+            self.began = time.monotonic()
+            return "" if done < total else "  left 0:00"
+        return f"  left {clock((time.monotonic() - self.began) / (done - 1) * (total - done))}"
 
     def close(self) -> None:
         """Leave the terminal as it was."""
