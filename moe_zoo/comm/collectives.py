@@ -5,6 +5,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+# torch 2.13 renamed them, and warns of the old names.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, send, receive, group):
@@ -27,7 +32,7 @@ class _Along(torch.autograd.Function):
         x, ranks = x.movedim(dim, 0).contiguous(), group.size()
         rows = x.shape[0] * ranks if is_gather else x.shape[0] // ranks
         out = x.new_empty(rows, *x.shape[1:])
-        (dist.all_gather_into_tensor if is_gather else dist.reduce_scatter_tensor)(out, x, group=group)
+        (_ALL_GATHER if is_gather else _REDUCE_SCATTER)(out, x, group=group)
         return out.movedim(0, dim).contiguous()  # pipeline sends refuse strides
 
     @staticmethod
