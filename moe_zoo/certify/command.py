@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 
 from moe_zoo.certify.certificate import Certificate, write
+from moe_zoo.certify.crew import Crew
 from moe_zoo.certify.display import Display, markdown_table, print_certificate
 from moe_zoo.certify.run import certify
 from moe_zoo.spec.errors import RecipeError
@@ -22,7 +23,7 @@ def run(recipe: Recipe, ranks: int, factors: str | None, out: Path, as_json: boo
     torch.set_num_threads(1)  # the ranks need the cores
     display = Display(ranks)
     try:
-        certificate = certify(recipe, ranks, names, display.report, log=out / LOG)
+        certificate = certify(recipe, Crew(ranks, out / LOG), names, display.report)
     finally:
         display.close()
     body = write(certificate, out, markdown_table(certificate))

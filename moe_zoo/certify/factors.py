@@ -13,7 +13,7 @@ from moe_zoo.spec.errors import MoeZooError, RecipeError, did_you_mean
 from moe_zoo.spec.recipe import Parallel, Recipe
 
 AXES = ("pp", "replicate", "tp", "cp", "etp", "ep")
-OWN = ("resume", "combination")  # factors that take the recipe's own layout
+OWN = ("order", "resume", "combination")  # factors that take the recipe's own layout
 PASSES = 4  # micro-batches where there are several: enough for four stages
 
 
@@ -31,7 +31,7 @@ def factors(twin: Recipe, ranks: int, own: Changes) -> dict[str, list[Changes]]:
     """The table; ``own`` is the recipe's combination."""
     several, other = {"train.micro_batches": PASSES}, {"parallel.engine": _other_engine(twin)}
     return {
-        "order": [{}],
+        "order": [own],
         "zero": [{"parallel.zero_stage": stage} for stage in range(4)],
         "engine": [other | {"parallel.zero_stage": 3}],
         "accumulation": [several, several | {"parallel.reduce": "micro_batch"}],
@@ -126,14 +126,12 @@ def _elsewhere(twin: Recipe, own: Recipe) -> Recipe:
 
 
 def _label(name: str, changes: Changes) -> str:
-    if name == "order":
-        return "every split over ranks"
     shown = {key.rpartition(".")[2]: value for key, value in changes.items()}
     if name in OWN:
         shown = _not_plain(shown)
     names = {"zero_stage": "zero", "micro_batches": "passes"}
     text = ", ".join(f"{names.get(key, key)} {value}" for key, value in shown.items())
-    return f"saved at {text}" if name == "resume" else text
+    return {"order": "every split over ranks", "resume": f"saved at {text}"}.get(name, text)
 
 
 def _not_plain(shown: Changes) -> Changes:

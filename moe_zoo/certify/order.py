@@ -53,10 +53,10 @@ def write_rows(folder: Path, seq_len: int) -> None:
     (folder / "train" / "index.json").write_bytes(index.to_json())
 
 
-def same_rows(recipe: Recipe, own: Recipe, folder: Path) -> list[Deviation]:
+def same_rows(recipe: Recipe, folder: Path) -> list[Deviation]:
     """What all ranks read together, in every split over ranks, against what one reader reads. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = Mesh(layout_of(own, world), torch.device("cpu"))
+    mesh = Mesh(layout_of(recipe, world), torch.device("cpu"))
     splits = {
         f"dp {dp}": (dp, rank % dp) for dp in range(1, world + 1) if recipe.train.global_batch % (PASSES * dp) == 0
     }

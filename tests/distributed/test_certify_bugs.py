@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from moe_zoo.certify import certify
+from moe_zoo.certify import Crew, certify
 from moe_zoo.spec.recipe_file import load_recipe
 from tests.distributed import planted
 
@@ -64,7 +64,7 @@ BUGS = [  # planted, recipe, overrides, factors, what the verdict begins with; f
 
 @pytest.mark.parametrize(("bug", "recipe", "overrides", "factors", "told"), BUGS, ids=[bug[0].__name__ for bug in BUGS])
 def test_a_planted_bug_is_named(bug, recipe, overrides, factors, told):
-    certificate = certify(load_recipe(recipe, overrides), ranks=2, factors=factors.split(","), around=bug)
+    certificate = certify(load_recipe(recipe, overrides), Crew(2, around=bug), factors.split(","))
     assert certificate.verdict.startswith(f"broken: {told}"), certificate.verdict
     if factors == "resume":
         assert WHAT_A_RESUMED_RUN_LACKS[bug] in certificate.verdict
@@ -78,19 +78,18 @@ WHAT_A_RESUMED_RUN_LACKS = {
 
 
 def test_without_a_bug_it_is_one_answer():
-    certificate = certify(load_recipe(TOP_K), ranks=2, factors=["order", "ep", "combination"])
+    certificate = certify(load_recipe(TOP_K), Crew(2), ["order", "ep", "combination"])
     assert certificate.verdict == "one answer: 3 layouts of top-k take the steps of one process"
 
 
 def test_a_rank_that_raises_ends_its_own_case_alone(tmp_path):
-    bug, log = planted.one_rank_raises, tmp_path / "ranks.log"
-    certificate = certify(load_recipe(SWITCH), ranks=2, factors=["ep", "tp"], around=bug, log=log)
+    log = tmp_path / "ranks.log"
+    certificate = certify(load_recipe(SWITCH), Crew(2, log, planted.one_rank_raises), ["ep", "tp"])
     assert [result.status for result in certificate.results] == ["failed", "equal"]
     assert certificate.verdict == "broken: ep 2; rank 1: RuntimeError: out of memory"
     assert "Traceback" in log.read_text()
 
 
 def test_a_rank_that_hangs_is_a_failure_too():
-    bug = planted.one_rank_hangs
-    certificate = certify(load_recipe(SWITCH), ranks=2, factors=["ep"], around=bug, timeout_s=5)
+    certificate = certify(load_recipe(SWITCH), Crew(2, around=planted.one_rank_hangs, timeout_s=5), ["ep"])
     assert re.match(r"broken: ep 2; rank \d: .*[Tt]imed out", certificate.verdict), certificate.verdict

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from moe_zoo.certify.factors import cases
-from moe_zoo.certify.run import find_truth
+from moe_zoo.certify.truth import find_truth
 from moe_zoo.certify.twin import changed, tiny_twin, what_was_shrunk
 from moe_zoo.spec.errors import RecipeError
 from moe_zoo.spec.recipe_file import load_recipe
@@ -32,11 +32,12 @@ def test_the_twin_keeps_every_choice_and_is_small():
 
 @pytest.mark.parametrize("overrides", [[], ["model.moe=null"], ["model.preset=topk-lm-test", "balance.method=bias"]])
 def test_no_choice_of_the_twin_hangs_on_rounding(overrides):
-    twin, truths, rounding = find_truth(tiny_twin(load_recipe(SWITCH, overrides), 4), {1})
-    assert truths[1][0]["norm"][""] > twin.optim.clip
+    twin = tiny_twin(load_recipe(SWITCH, overrides), 4)
+    _, records, rounding = find_truth(twin, {1})
+    assert records[1][0]["norm"][""] > twin.optim.clip
     assert all(found.error < 1e-4 for found in rounding.values()) and not math.isnan(rounding["loss"].error)
     if twin.model.moe:
-        assert all(counts[-1] == 0 for counts in truths[1][0]["counts"].values()), "the last expert is idle at first"
+        assert all(counts[-1] == 0 for counts in records[1][0]["counts"].values()), "the last expert is idle at first"
 
 
 def test_what_a_recipe_cannot_have_is_told():
