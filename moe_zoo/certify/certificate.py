@@ -1,6 +1,7 @@
 """The certificate: what was compared, how far apart it was, and what that says. Plain data, JSON, Markdown."""
 
 import json
+import math
 import platform
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -64,6 +65,8 @@ class Certificate:
         """One line."""
         if not self.failures:
             equal = sum(result.status == "equal" for result in self.results)
+            if not equal:
+                return f"nothing was measured: none of these factors applies to {self.recipe.name}"
             return f"one answer: {equal} layouts of {self.recipe.name} take the steps of one process"
         first, others = self.failures[0], len(self.failures) - 1
         more = f"; {others} more after it" if others else ""
@@ -81,7 +84,7 @@ class Certificate:
             "seconds": round(self.duration_s, 1),
             "twin": {key: list(values) for key, values in self.shrunk.items()},
             "tolerance": tolerances(self.rounding),
-            "fp32_against_float64": {name: found._asdict() for name, found in self.rounding.items()},
+            "fp32_against_float64": {name: _told(found) for name, found in self.rounding.items()},
             "factors": [_plain(result) for result in self.results],
             "is_one_answer": not self.failures,
             "verdict": self.verdict,
@@ -154,7 +157,12 @@ def _plain(result: Result) -> dict[str, Any]:
         "case": result.label,
         "status": result.status,
         "reason": "" if result.is_good and not result.reason else why(result),
-        "broken": result.broken._asdict() if result.broken else None,
-        "worst": {name: found._asdict() for name, found in result.worst.items()},
+        "broken": _told(result.broken) if result.broken else None,
+        "worst": {name: _told(found) for name, found in result.worst.items()},
         "seconds": round(result.duration_s, 1),
     }
+
+
+def _told(found: Deviation) -> dict[str, Any]:
+    """JSON knows no infinity: an error that is not a number is null."""
+    return found._asdict() | {"error": found.error if math.isfinite(found.error) else None}

@@ -185,7 +185,7 @@ def capacity_of_the_local_batch():
     return changed(router_module, "within_capacity", pooled)
 
 
-def documents_forgotten_in_stages():  # a stage that is not the first sees positions alone
+def documents_forgotten_in_stages():  # each stage of a pipeline makes its mask anew, from positions
     return changed(context, "document_mask", lambda _: lambda positions: None)
 
 

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from moe_zoo.certify.certificate import Certificate, judge, tolerances, why, write
+from moe_zoo.certify.certificate import Certificate, Result, judge, tolerances, why, write
 from moe_zoo.certify.display import markdown_table
 from moe_zoo.certify.measure import Deviation, error_of, sizes
 from moe_zoo.spec.recipe_file import load_recipe
@@ -31,7 +31,14 @@ def test_the_first_step_and_the_first_cause_are_named_not_the_largest_error():
 
 def test_what_is_not_a_number_is_wrong():
     assert error_of(torch.tensor([math.nan]), torch.zeros(1), 1.0) == math.inf
-    assert judge("ep", "ep 2", [Deviation("loss", "", 1, math.inf)], {}, 1.0).status == "differs"
+    result = judge("ep", "ep 2", [Deviation("loss", "", 1, math.inf)], {}, 1.0)
+    assert result.status == "differs"
+    json.dumps(certificate(result).to_dict(), allow_nan=False)
+
+
+def test_a_certificate_of_nothing_says_so():
+    nothing = certificate(Result("ep", "ep 2", "not applicable", {}, reason="no experts"))
+    assert nothing.verdict == "nothing was measured: none of these factors applies to switch-lm-tiny"
 
 
 def test_small_parameters_are_measured_by_a_share_of_the_largest():
