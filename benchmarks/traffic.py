@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from benchmarks.qwen3_moe import Shape, make_recipe
+from moe_zoo.certify.problem import own_rows
 from moe_zoo.comm.ledger import Ledger
 from moe_zoo.comm.mesh import Mesh
-from moe_zoo.engines import Engine, MicroBatch, make_engine
-from moe_zoo.ops.documents import unpack_rows
+from moe_zoo.engines import Engine, make_engine
 from moe_zoo.parallel.build import build_model
 from moe_zoo.planner.traffic import step_traffic
 from moe_zoo.spec.layout import resolve_layout
@@ -30,7 +30,7 @@ from moe_zoo.spec.recipe import Recipe
 from moe_zoo.testing import run_distributed
 
 SHAPE = Shape(256, 64, 4, 4, 2, 16, 8, 32, 2, rows=8, seq_len=32)
-PIPELINE_PASSES, BOS = 4, 0
+PIPELINE_PASSES = 4
 LAYOUTS: list[tuple[dict[str, Any], int]] = [  # (parallel, ranks)
     *(({"engine": "deepspeed", "zero_stage": stage, "ep": 2}, 2) for stage in range(4)),
     ({"engine": "deepspeed", "ep": 2, "gather": "step"}, 2),
@@ -138,17 +138,8 @@ def make(recipe: Recipe) -> Engine:
 
 
 def take_step(engine: Engine, index: int) -> None:
-    """One step over random tokens; every row holds two documents, as rows of a corpus do."""
-    recipe, mesh = engine.recipe, engine.mesh
-    generator = torch.Generator().manual_seed(index)
-    shape = recipe.train.micro_batches, mesh.dp, -1
-    rows = torch.randint(
-        recipe.model.vocab_size, (recipe.train.global_batch, recipe.data.seq_len + 1), generator=generator
-    )
-    rows[:, recipe.data.seq_len // 2] = BOS
-    seeds = torch.arange(recipe.train.global_batch)
-    own = (values.unflatten(0, shape)[:, mesh.dp_rank] for values in (rows, seeds))
-    engine.step([MicroBatch(unpack_rows(micro, BOS), ids) for micro, ids in zip(*own, strict=True)], lr=1e-3)
+    """One step over random documents."""
+    engine.step(own_rows(engine.recipe, engine.mesh, index), lr=1e-3)
 
 
 # ---------------------------------------------------------------------- tables

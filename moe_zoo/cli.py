@@ -126,6 +126,23 @@ def compare(
         Console().print(table(made), f"curves: {out}")
 
 
+@app.command(epilog="Example: moe-zoo certify recipes/tiny/switch_lm.yaml parallel.zero_stage=2 --factors ep,resume")
+def certify(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(min=2, help="Processes on this machine that share the twin.")] = 4,
+    factors: Annotated[str | None, typer.Option(help="Some of them, by comma; all if left out.")] = None,
+    as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option(help="Default: runs/NAME/certificate.")] = None,
+) -> None:
+    """Prove on a tiny twin of a recipe that every layout takes the steps of one process; name what does not."""
+    loaded = load_recipe(recipe, overrides or ())
+    from moe_zoo.certify.command import run
+
+    certificate = run(loaded, ranks, factors, out or Path(loaded.log.folder) / loaded.name / "certificate", as_json)
+    raise typer.Exit(1 if certificate.failures else 0)
+
+
 @app.command(epilog="Example: moe-zoo generate runs/switch-lm-tiny 'def main(' --tokens 50")
 def generate(
     model: Annotated[str, typer.Argument(help="A run folder, an exported folder or a Hub id.")],

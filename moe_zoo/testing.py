@@ -8,6 +8,7 @@ import atexit
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -17,7 +18,16 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+GRACE_S = 5.0  # a rank whose collective times out gets to say so itself
 _pools: dict[int, "_Pool"] = {}
+
+
+class RankError(AssertionError):
+    """What a rank raised: ``text`` is its traceback."""
+
+    def __init__(self, rank: int, world_size: int, text: str):
+        super().__init__(f"rank {rank} of {world_size}:\n{text}")
+        self.rank, self.text = rank, text
 
 
 def run_distributed(body: Callable, *args: Any, world_size: int = 2, timeout_s: float = 120) -> list[Any]:
@@ -58,14 +68,14 @@ class _Pool:
         results: dict[int, Any] = {}
         while len(results) < len(self.pipes):
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
-            ready = wait(list(waiting), timeout=timeout_s)
+            ready = wait(list(waiting), timeout=timeout_s + GRACE_S)
             if not ready:
                 raise TimeoutError(f"ranks {list(waiting.values())} did not answer within {timeout_s} s")
             answers = {waiting[pipe]: _receive(pipe) for pipe in ready}
             failures = [(failed_at, rank, text) for rank, (failed_at, text) in answers.items() if failed_at]
             if failures:
                 _, rank, text = min(failures)  # the first: what the others say follows from it
-                raise AssertionError(f"rank {rank} of {len(self.pipes)}:\n{text}")
+                raise RankError(rank, len(self.pipes), text)
             results |= {rank: value for rank, (_, value) in answers.items()}
         return [results[rank] for rank in range(len(self.pipes))]
 
@@ -87,6 +97,7 @@ def _receive(pipe: Connection) -> tuple[float, Any]:
 def _rank_main(rank: int, world_size: int, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the caller, who ends the ranks
     import torch
 
     torch.set_num_threads(1)
@@ -119,10 +130,19 @@ def _run_once(
         pipe.send((time.monotonic(), traceback.format_exc()))
         raise
     finally:
-        deepspeed_comm = sys.modules.get("deepspeed.comm.comm")
-        if deepspeed_comm is not None:
-            deepspeed_comm.cdb = None  # DeepSpeed's handle on the groups that go now
+        _forget_groups()
         dist.destroy_process_group()
+
+
+def _forget_groups() -> None:
+    """What libraries remember of process groups that go now. The next ones may bear the same names."""
+    if deepspeed_comm := sys.modules.get("deepspeed.comm.comm"):
+        deepspeed_comm.cdb = None
+    if "torch.distributed.tensor" in sys.modules:  # to DTensors, meshes of the same ranks are equal
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
 
 
 @atexit.register

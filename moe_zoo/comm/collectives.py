@@ -4,7 +4,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 # torch 2.13 renamed them, and warns of the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import deepspeed
 import torch
@@ -35,6 +35,7 @@ from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.base import STATE_KEYS, Engine, FetchState, Shard
 from moe_zoo.engines.batch import MicroBatch
 from moe_zoo.engines.optimizer import make_adamw
+from moe_zoo.engines.zero_config import Mpu, zero_config
 from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.parallel.build import PlacedModel
 from moe_zoo.spec.errors import PlanError
@@ -125,8 +126,9 @@ class DeepSpeedEngine(Engine):
             for block in stage.layers.values():
                 self._gather_together(block)
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        largest = max(placement.numel for placement in self.placements.values())
         self.engine, *_ = deepspeed.initialize(
-            model=self.module, optimizer=self.optimizer, config=self._config(), mpu=_Mpu(self.mesh)
+            model=self.module, optimizer=self.optimizer, config=zero_config(self.recipe, largest), mpu=Mpu(self.mesh)
         )
         for name, buffer in self.module.named_buffers():  # a bf16 model keeps its router bias in fp32
             buffer.data = buffers[name].to(buffer.device)
@@ -159,36 +161,6 @@ class DeepSpeedEngine(Engine):
             return initial[name][start : start + length] if key == "weight" else torch.zeros(length)
 
         self.load(fetch, num_steps=0)
-
-    def _config(self) -> dict[str, Any]:
-        largest = max(placement.numel for placement in self.placements.values())
-        zero = {
-            "stage": self.stage,
-            "overlap_comm": False,
-            "reduce_bucket_size": max(largest, 1_000_000),  # elements; ZeRO-3 allocates a buffer of this size
-            "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": 0,
-            "stage3_max_reuse_distance": 0,
-        }
-        place = _offload_place(self.recipe.parallel.nvme)
-        if self.offloads:
-            zero["offload_optimizer"] = place
-        if self.recipe.parallel.offload == "all":
-            zero["offload_param"] = place
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,  # micro-batches are ours: DeepSpeed sees one step
-            # ZeRO 0 clips only if asked to, and our norm must be taken every time.
-            "gradient_clipping": self.recipe.optim.clip or 1e30,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        }
-        if self.recipe.precision.compute == "bf16":
-            config["bf16"] = {"enabled": True}
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
-            config["communication_data_type"] = self.recipe.precision.reduce
-        return config
 
     # ------------------------------------------------------------------ a step
 
@@ -381,41 +353,6 @@ def _check_nvme(folder: str | None) -> None:
             f"parallel.nvme: {folder}; DeepSpeed's async_io needs a C++ compiler and libaio with its headers; install "
             f"libaio-dev, or set parallel.nvme to null"
         )
-
-
-def _offload_place(folder: str | None) -> dict[str, str]:
-    return {"device": "cpu"} if folder is None else {"device": "nvme", "nvme_path": folder}
-
-
-class _Mpu:
-    """What DeepSpeed asks of a model-parallel unit: its data-parallel world is the pod, nothing else is split."""
-
-    def __init__(self, mesh: Mesh):
-        self.mesh = mesh
-
-    def get_data_parallel_group(self):
-        return self.mesh.pod_group
-
-    def get_data_parallel_world_size(self):
-        return self.mesh.layout.pod_size
-
-    def get_data_parallel_rank(self):
-        return self.mesh.pod_rank
-
-    def get_model_parallel_group(self):
-        return self.mesh.pp_group
-
-    def get_model_parallel_world_size(self):
-        return self.mesh.pp
-
-    def get_model_parallel_rank(self):
-        return self.mesh.pp_rank
-
-    def get_tensor_model_parallel_world_size(self):
-        return 1
-
-    def get_tensor_model_parallel_rank(self):
-        return 0
 
 
 def _moe_marker() -> nn.Module:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_zoo.certify.problem import own_rows
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines import make_engine
 from moe_zoo.parallel.build import build_model
@@ -14,7 +15,7 @@ from moe_zoo.parallel.position import Position
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.testing import run_distributed
 from moe_zoo.train.watch import StallWatch, waits_for_a_peer
-from tests.law import SEED, batches, make_recipe, own_part, seeds
+from tests.law import SEED, make_recipe
 
 TIMEOUT_S = 2
 
@@ -28,9 +29,8 @@ def line_of_a_rank_that_waits(parallel: dict) -> str | None:
     if dist.get_rank() == 1:
         sleep = lambda *_: time.sleep(2 * TIMEOUT_S)  # noqa: E731
         layer.register_forward_pre_hook(sleep)
-    tokens = batches(recipe)[0]
     try:
-        engine.backward(own_part(recipe, mesh, tokens, seeds(0, len(tokens))))
+        engine.backward(own_rows(recipe, mesh, step=0))
     except RuntimeError as error:
         return waits_for_a_peer(error, dist.get_rank(), 1, engine.position)
 

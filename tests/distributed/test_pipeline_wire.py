@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_zoo.certify.problem import BOS, step_rows
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.batch import MicroBatch, StepScale
 from moe_zoo.engines.objective import Objective
@@ -15,7 +16,7 @@ from moe_zoo.parallel.build import RankStages
 from moe_zoo.parallel.context import RowSplit
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.testing import run_distributed
-from tests.law import BOS, batches, make_recipe
+from tests.law import make_recipe
 
 WIDTH, VOCAB, MEMORY = 16, 29, 3
 
@@ -59,7 +60,7 @@ def gradients(schedule: str) -> tuple[dict[str, Tensor], Tensor | None]:
         module, Objective(recipe, mesh), mesh, recipe, RowSplit(mesh, "gather"), factor=1.0,
         wrap=lambda adapter: adapter, call=None, splits_backward=True, after_backward=None,
     )  # fmt: skip
-    tokens = batches(recipe)[0].unflatten(0, (4, -1))
+    tokens = step_rows(recipe, 0)[0].unflatten(0, (4, -1))
     batch = [MicroBatch(unpack_rows(rows, BOS), torch.zeros(len(rows))) for rows in tokens]
     pipeline.backward(batch, StepScale(1, tokens[..., 1:].numel(), tokens.shape[2] - 1, 8, 4))
     logits = pipeline.forward(batch[0]._replace(row_seeds=None))
@@ -73,7 +74,7 @@ def test_two_tensors_cross_and_their_gradients_come_back(schedule):
         TwoTensorStage(i, resolve_layout(recipe, 2, 2).num_stages)
         for i in range(resolve_layout(recipe, 2, 2).num_stages)
     ]
-    rows, first = unpack_rows(batches(recipe)[0], BOS), None
+    rows, first = unpack_rows(step_rows(recipe, 0)[0], BOS), None
     x = rows.input_ids
     for stage in stages:
         x = stage(x, None, None, None).logits

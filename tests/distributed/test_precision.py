@@ -21,14 +21,14 @@ STEPS, LR = 3, 1e-2
 BF16_EPS = 2**-8  # a rounded value's largest relative error; rounding errors of a mean over 250 tokens mostly cancel
 
 
-def recipe_of(values: dict, engine: str, zero_stage: int, compute: str) -> Recipe:
-    parallel = {"engine": engine, "zero_stage": zero_stage, "ep": 2}
+def recipe_of(values: dict, engine: str, zero_stage: int, compute: str, **axes) -> Recipe:
+    parallel = {"engine": engine, "zero_stage": zero_stage, "ep": 2} | axes
     return Recipe.from_dict(values | {"parallel": parallel, "precision": {"compute": compute}})
 
 
-def three_steps(values: dict, engine: str, zero_stage: int, compute: str) -> dict:
+def three_steps(values: dict, engine: str, zero_stage: int, compute: str, axes: dict) -> dict:
     """On a rank: losses, whole master weights, and the dtypes of what would be saved."""
-    recipe = recipe_of(values, engine, zero_stage, compute)
+    recipe = recipe_of(values, engine, zero_stage, compute, **axes)
     mesh = Mesh(resolve_layout(recipe, dist.get_world_size(), dist.get_world_size()), torch.device("cpu"))
     placed = build_model(recipe, mesh, seed=0)
     initial = torch.cat([param.detach().flatten() for param in placed.module.parameters()])
@@ -49,7 +49,7 @@ def mean_distance(ours: dict, theirs: dict) -> float:
 
 def test_bf16_on_either_engine_stays_near_fp32_and_nearer_to_the_other_engine(run_values):
     wide, *narrow = (
-        run_distributed(three_steps, run_values, *engine, compute)[0]
+        run_distributed(three_steps, run_values, *engine, compute, {})[0]
         for engine, compute in [(("fsdp", 3), "fp32"), *((engine, "bf16") for engine in ENGINES)]
     )
     for found in narrow:
@@ -67,6 +67,18 @@ def test_bf16_on_either_engine_stays_near_fp32_and_nearer_to_the_other_engine(ru
             first["losses"], rel=BF16_EPS / 4
         )  # gradients are summed in other orders
         assert mean_distance(found, first) < mean_distance(found, wide) / 2
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"cp": 2}, {"cp": 2, "context": "ulysses"}], ids=str)
+def test_bf16_over_split_matrices_and_rows_stays_near_fp32(run_values, engine, axes):
+    wide, narrow = (
+        run_distributed(three_steps, run_values, engine, 3, compute, axes)[0] for compute in ("fp32", "bf16")
+    )
+    assert narrow["losses"] == pytest.approx(wide["losses"], rel=BF16_EPS)
+    assert narrow["losses"][0] != wide["losses"][0], "the products are in bf16"
+    assert narrow["saved"] == narrow["buffers"] == {torch.float32}
+    assert mean_distance(narrow, wide) < LR / 10  # tp rounds partial sums before it adds them
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])

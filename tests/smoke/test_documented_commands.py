@@ -65,7 +65,7 @@ def moe_zoo(words: list[str]) -> None:
     overrides = asked.get("overrides") or asked.get("override") or ()
     recipes = asked.get("recipes") or ([asked["recipe"]] if "recipe" in asked else [])
     for path in recipes:
-        plan(path, overrides, asked.get("processes") or 1)
+        plan(path, overrides, asked.get("processes") or asked.get("ranks") or 1)
     if verb == "compare":
         check_same_tokens([load_recipe(path, overrides) for path in recipes])
     if verb == "demo":
