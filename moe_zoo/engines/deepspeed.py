@@ -26,7 +26,6 @@ from deepspeed.utils import (
     safe_get_local_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
-    set_z3_leaf_module,
 )
 from torch import Tensor, nn
 
@@ -122,9 +121,6 @@ class DeepSpeedEngine(Engine):
         has_slices = any(placement.kind != "stage" for placement in self.placements.values())
         if has_slices and self.stage < 3:
             self.module.deepspeed_marker = _moe_marker()
-        for stage in self.module.stages.values():
-            for block in stage.layers.values():
-                self._gather_together(block)
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         largest = max(placement.numel for placement in self.placements.values())
         self.engine, *_ = deepspeed.initialize(
@@ -140,19 +136,6 @@ class DeepSpeedEngine(Engine):
             self.engine.optimizer.scaled_global_norm = self._norm
         else:
             self.engine.clip_fp32_gradients = self._clip_whole_gradients
-
-    def _gather_together(self, module: nn.Module) -> None:
-        """Hooks and one collective per part of a block whose weights have one replica group, not per matrix.
-
-        Groups are not mixed: DeepSpeed gathers them in the order of a set, which ranks do not share.
-        """
-        kinds = {id(param): self.placements[name].kind for name, param in self.named.items()}
-        groups = {self.mesh.replicas[kinds[id(param)]] for param in module.parameters()}
-        if len(groups) == 1:
-            set_z3_leaf_module(module, True)
-        else:
-            for child in module.children():
-                self._gather_together(child)
 
     def _restore_bits(self, initial: dict[str, Tensor]) -> None:
         """DeepSpeed rounds the weights to bf16 before it copies them to its fp32 masters."""
