@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["experts", "step_time", "traffic"])
 def test_a_benchmark_runs(module, tmp_path):
     out = tmp_path / "out.json"
