@@ -18,7 +18,7 @@ LOG = "ranks.log"  # what the ranks print
 
 def run(recipe: Recipe, ranks: int, factors: str | None, out: Path, as_json: bool) -> Certificate:
     """Make, print and keep a certificate."""
-    names = factors.split(",") if factors else None
+    names = None if factors is None else factors.split(",")
     _make_folder(out)
     torch.set_num_threads(1)  # the ranks need the cores
     display = Display(ranks)

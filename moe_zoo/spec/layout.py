@@ -146,7 +146,7 @@ def _check_model_fits(recipe: Recipe, ranks: int, whose: str) -> None:
 
 def _problems(recipe: Recipe, factor: str, size: int, ranks: int) -> Iterator[str]:
     """Why ``factor`` cannot be ``size`` where ``ranks`` are to be shared out."""
-    for multiple, name, number in _cut_dimensions(recipe, factor):
+    for multiple, name, number in _cut_dimensions(recipe, factor, size):
         if number % (multiple * size):
             what = f"{multiple} * {size} = {multiple * size} must" if multiple > 1 else "must"
             yield f"{what} divide {name} = {number}"
@@ -160,8 +160,8 @@ def _problems(recipe: Recipe, factor: str, size: int, ranks: int) -> Iterator[st
         yield f"ulysses spreads {own} key heads, which it must divide or be a multiple of"
 
 
-def _cut_dimensions(recipe: Recipe, factor: str) -> Iterator[tuple[int, str, int]]:
-    """(multiple, what is cut, its size): ``multiple`` times the degree of ``factor`` must divide the size."""
+def _cut_dimensions(recipe: Recipe, factor: str, degree: int) -> Iterator[tuple[int, str, int]]:
+    """(multiple, what is cut, its size): ``multiple`` times the ``degree`` of ``factor`` must divide the size."""
     model, asked, seq_len = recipe.model, recipe.parallel, recipe.data.seq_len
     if factor == "tp":
         yield 1, "model.attention.num_heads", model.attention.num_heads
@@ -174,7 +174,7 @@ def _cut_dimensions(recipe: Recipe, factor: str) -> Iterator[tuple[int, str, int
     if factor == "cp" and asked.context == "ulysses":
         yield asked.tp, "data.seq_len", seq_len
         yield asked.tp, "model.attention.num_heads", model.attention.num_heads
-    elif factor == "cp" and asked.cp > 1:  # ranks hold two chunks each, so that causal work is even
+    elif factor == "cp" and degree > 1:  # ranks hold two chunks each, so that causal work is even
         yield 2 * asked.tp, "data.seq_len", seq_len
     if factor == "etp" and model.moe:
         yield 1, "model.moe.experts.d_ff", model.moe.experts.d_ff

@@ -22,11 +22,11 @@ class Cluster(Section):
 def read_cluster(path: str | Path) -> Cluster:
     """A cluster file. Raises ``RecipeError``, one line."""
     try:
-        values = parse_yaml(Path(path).read_text())
+        values = parse_yaml(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, Mapping):
             raise RecipeError("must hold keys and values")
         return validate(Cluster, values)
-    except (OSError, yaml.YAMLError, RecipeError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecipeError) as error:
         reason = " ".join(str(error).split())
         raise RecipeError(f"cluster: {path}; {reason}; give a YAML file with name and ranks_per_domain") from None
 

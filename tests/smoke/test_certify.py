@@ -37,3 +37,8 @@ def test_a_mistake_is_one_line_and_code_2(capfd, tmp_path):
     code, out, err = certify(capfd, "recipes/tiny/switch_lm.yaml", "--factors", "zero,tpp", "--out", str(tmp_path))
     assert (code, out) == (2, "")
     assert err == "error: --factors: 'tpp'; no such factor; did you mean 'tp'?\n"
+
+
+def test_no_factor_at_all_is_not_every_factor(capfd, tmp_path):
+    code, out, err = certify(capfd, "recipes/tiny/switch_lm.yaml", "--factors", "", "--out", str(tmp_path))
+    assert (code, out) == (2, "") and err.startswith("error: --factors: ''; no such factor; known: ")

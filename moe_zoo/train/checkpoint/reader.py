@@ -55,32 +55,32 @@ class Checkpoint:
         runs = self.chunks.get((placement.name, key), [])
         if placement.run is not None and all(chunk.slice is None for chunk, _ in runs):
             return self.fetch(placement.name, key, placement.run + start, length)
-        out = np.empty(length, np.float32)
-        for first in range(0, length, BLOCK):
-            block = out[first : first + BLOCK]
-            wanted = placement.whole_index(np.arange(start + first, start + first + len(block)))
-            is_found = self._fill(block, wanted, runs)
-            if not is_found.all():
-                self._refuse_gap(placement.name, key, wanted[is_found.argmin()])
+        out, is_found = np.empty(length, np.float32), np.zeros(length, bool)
+        for chunk, file in runs:  # one after the other, so that each is read and hashed once
+            self._fill(out, is_found, placement, start, chunk, file)
+        if not is_found.all():
+            missing = placement.whole_index(np.array([start + is_found.argmin()]))
+            self._refuse_gap(placement.name, key, int(missing[0]))
         return torch.from_numpy(out)
 
-    def _fill(self, out: np.ndarray, wanted: np.ndarray, runs: list[tuple[Chunk, str]]) -> np.ndarray:
-        """Values at ``wanted``, ascending flat indices of the whole, from the chunks that hold them; which were found."""
-        is_found = np.zeros(len(out), bool)
-        for chunk, file in runs:
-            source = _source(chunk)
-            low, high = (
-                source.whole_index(np.array([chunk.start, chunk.start + chunk.length - 1]))
-                if source
-                else (chunk.start, chunk.start + chunk.length - 1)
-            )
-            near = slice(np.searchsorted(wanted, low), np.searchsorted(wanted, high, side="right"))
-            local = (source.local_index(wanted[near]) if source else wanted[near]) - chunk.start
+    def _fill(
+        self, out: np.ndarray, is_found: np.ndarray, placement: Placement, start: int, chunk: Chunk, file: str
+    ) -> None:
+        """Put into ``out``, elements of ``placement`` from ``start`` on, those that a chunk holds, and say which."""
+        source = _source(chunk)
+        ends = np.array([chunk.start, chunk.start + chunk.length - 1])
+        low, high = source.whole_index(ends) if source else ends
+        for first in range(0, len(out), BLOCK):
+            block = slice(first, min(first + BLOCK, len(out)))
+            begin, end = placement.whole_index(np.array([start + block.start, start + block.stop - 1]))
+            if end < low or high < begin:
+                continue
+            wanted = placement.whole_index(np.arange(start + block.start, start + block.stop))
+            local = (source.local_index(wanted) if source else wanted) - chunk.start
             is_here = (local >= 0) & (local < chunk.length)
             if is_here.any():
-                out[near][is_here] = self._verified(chunk, file)[local[is_here]]
-                is_found[near] |= is_here
-        return is_found
+                out[block][is_here] = self._verified(chunk, file)[local[is_here]]
+                is_found[block] |= is_here
 
     def _refuse_gap(self, name: str, key: str, element: int) -> NoReturn:
         raise CheckpointError(
@@ -174,6 +174,8 @@ class Checkpoint:
             )
         for row in rows:
             chunk = Chunk(**row)
+            if not chunk.length:  # a rank that answers for no element, where there are more ranks than rows
+                continue
             self.chunks.setdefault((chunk.name, chunk.key), []).append((chunk, table["file"]))
 
     def _json(self, path: Path) -> Any:

@@ -202,3 +202,11 @@ def test_the_degree_that_an_error_proposes_works(factor, size, world):
         proposed = int(str(refused).split("try ")[1].split(",")[0])
         assert proposed < size
         shared(world=world, **{factor: proposed})
+
+
+@pytest.mark.parametrize(("seq_len", "tp"), [(15, 1), (18, 2)])
+def test_a_row_too_odd_for_any_context_parallelism_is_told_so(seq_len, tp):
+    data = {"path": "data", "tokenizer": "tokenizer", "seq_len": seq_len}
+    asked = recipe(data=data, parallel={"cp": 2, "tp": tp})
+    with pytest.raises(PlanError, match=rf"parallel.cp: 2; .* must divide data.seq_len = {seq_len}; try 1$"):
+        resolve_layout(asked, 4, 4)

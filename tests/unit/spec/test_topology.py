@@ -34,12 +34,13 @@ def test_a_cluster_file_widens_the_domain(tmp_path):
         ("[1]", "must hold keys and values"),
         ("name: x\nranks_per_domain: 0", "ranks_per_domain: 0; must be above 0"),
         ("name: x\nranks: 8", "ranks: unknown key"),
+        ("name: \N{DEGREE SIGN}".encode("latin-1"), "can't decode"),
     ],
 )
 def test_a_cluster_file_that_says_nothing_is_refused_in_one_line(tmp_path, text, reason):
     path = tmp_path / "cluster.yaml"
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(RecipeError) as refused:
         read_cluster(path)
     line = str(refused.value)

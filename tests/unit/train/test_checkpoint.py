@@ -15,10 +15,11 @@ import xxhash
 
 from moe_zoo.engines import make_engine
 from moe_zoo.parallel.build import build_model
+from moe_zoo.parallel.placement import Cut, Placement
 from moe_zoo.spec.errors import CheckpointError
 from moe_zoo.spec.recipe import Recipe
-from moe_zoo.train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint, writer
-from moe_zoo.train.checkpoint.format import FORMAT, MANIFEST, data_file, digest, folder_name
+from moe_zoo.train.checkpoint import Checkpoint, latest_checkpoint, reader, save_checkpoint, writer
+from moe_zoo.train.checkpoint.format import FORMAT, MANIFEST, Chunk, data_file, digest, folder_name
 from moe_zoo.train.export import export_checkpoint
 
 RUNS = {0: [("a", 0, 3), ("b", 0, 2)], 1: [("a", 3, 4)], 2: [("b", 2, 1), ("a", 7, 3)]}  # rank: (name, start, length)
@@ -67,6 +68,39 @@ def test_every_run_of_elements_is_found_across_chunk_borders(folder, recipe):
     for start in range(10):
         for length in range(10 - start + 1):
             assert checkpoint.fetch("a", "weight", start, length).tolist() == list(range(start, start + length))
+
+
+def in_columns(tmp_path, recipe) -> Path:
+    """A (6, 4) parameter of which two ranks hold two columns each, in two runs; a third answers for nothing."""
+    folder, tables = tmp_path / "columns", []
+    folder.mkdir()
+    whole = np.arange(24, dtype=np.float32).reshape(6, 4)
+    for rank, pieces in enumerate([[(0, 0, 5), (0, 5, 7)], [(1, 0, 8), (1, 8, 4)], [(1, 12, 0)]]):
+        table, raw = [], b""
+        for part, start, length in pieces:
+            values = whole[:, 2 * part : 2 * part + 2].flatten()[start : start + length].tobytes()
+            chunk = Chunk("a", "weight", start, length, len(raw), xxhash.xxh3_128_hexdigest(values))
+            table.append(chunk._replace(slice={"shape": [6, 4], "cuts": [[1, 2, part, 1]]})._asdict())
+            raw += values
+        (folder / data_file(rank)).write_bytes(raw)
+        (folder / data_file(rank)).with_suffix(".json").write_text(json.dumps(table))
+        tables.append({"file": data_file(rank), "sha256": digest(table)})
+    manifest = {"format": FORMAT, "step": 7, "stream": None, "recipe": recipe.to_dict(), "tables": tables}
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"sha256": digest(manifest)}))
+    return folder
+
+
+@pytest.mark.parametrize("cuts", [(), (Cut(0, 3, 1),), (Cut(1, 4, 2),), (Cut(0, 2, 1, 3), Cut(1, 2, 0))])
+def test_columns_are_read_by_any_other_cut_each_chunk_once(tmp_path, recipe, monkeypatch, cuts):
+    monkeypatch.setattr(reader, "BLOCK", 3)
+    checkpoint, read = Checkpoint(in_columns(tmp_path, recipe)), []
+    monkeypatch.setattr(
+        checkpoint, "_bytes", lambda *chunk: read.append(chunk) or Checkpoint._bytes(checkpoint, *chunk)
+    )
+    placement = Placement("a", (6, 4), "stage", cuts)
+    found = checkpoint.fetch_slice(placement, "weight", 1, placement.numel - 1)
+    assert torch.equal(found, placement.take(torch.arange(24.0).view(6, 4)).flatten()[1:])
+    assert len(read) == len(set(map(str, read)))
 
 
 @pytest.mark.parametrize(
