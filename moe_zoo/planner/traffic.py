@@ -37,15 +37,17 @@ def slice_sizes(architecture: Architecture, layout: ParallelLayout, layer: int) 
     """Elements of block ``layer`` on one rank, by the kind of their replica group."""
     D, spec, moe = architecture.d_model, architecture.attention, architecture.moe
     norm = D if architecture.norm == "rmsnorm" else 2 * D
-    sizes = Counter({"stage": 2 * norm + (2 * spec.head_dim if spec.qk_norm else 0)})
-    sizes["tp"] += 2 * D * spec.num_heads * spec.head_dim // layout.tp
-    sizes["kv"] += 2 * D * spec.num_kv_heads * spec.head_dim // layout.kv_parts
+    norms_all = spec.qk_norm and spec.qk_norm_over == "all"
+    sizes = Counter({"stage": 2 * norm + (2 * spec.head_dim if spec.qk_norm and not norms_all else 0)})
+    sizes["tp"] += (2 * D + spec.bias + norms_all) * spec.num_heads * spec.head_dim // layout.tp
+    sizes["kv"] += (2 * D + 2 * spec.bias + norms_all) * spec.num_kv_heads * spec.head_dim // layout.kv_parts
     if moe is None or not architecture.is_sparse(layer):
         sizes["tp"] += _ffn(architecture.feed_forward, D) // layout.tp
         return sizes
     sizes["stage"] += moe.router.num_experts * D
     sizes["ep"] += moe.router.num_experts * _ffn(moe.experts, D) // (layout.ep * layout.etp)
     sizes["tp"] += _ffn(moe.shared, D) // layout.tp if moe.shared else 0
+    sizes["stage"] += D * moe.shared_gate
     return sizes
 
 

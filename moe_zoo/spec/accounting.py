@@ -15,7 +15,7 @@ class Parameters(NamedTuple):
     """Parameters by where they sit, over all layers. A router's selection bias is a buffer and not counted."""
 
     embedding: int  # V D
-    attention: int  # q, k, v, o without biases, and the qk-norms
+    attention: int  # q, k, v, o, their biases, and the qk-norms
     norms: int  # two per block and the final one
     feed_forward: int  # of the dense layers
     router: int  # E D per sparse layer
@@ -36,12 +36,12 @@ def parameters(architecture: Architecture) -> Parameters:
     norm = D if architecture.norm == "rmsnorm" else 2 * D
     return Parameters(
         embedding=vocabulary,
-        attention=L * (_attention_matrices(architecture) + 2 * _qk_norm(architecture)),
+        attention=L * (_attention_matrices(architecture) + _attention_vectors(architecture)),
         norms=(2 * L + 1) * norm,
         feed_forward=(L - num_sparse) * _ffn(architecture.feed_forward, D),
         router=num_sparse * moe.router.num_experts * D if moe else 0,
         experts=num_sparse * moe.router.num_experts * _ffn(moe.experts, D) if moe else 0,
-        shared=num_sparse * _ffn(moe.shared, D) if moe and moe.shared else 0,
+        shared=num_sparse * (_ffn(moe.shared, D) + D * moe.shared_gate) if moe and moe.shared else 0,
         head=0 if architecture.tie_embeddings else vocabulary,
     )
 
@@ -106,8 +106,12 @@ def _attention_matrices(architecture: Architecture) -> int:
     return 2 * architecture.d_model * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
 
 
-def _qk_norm(architecture: Architecture) -> int:
-    return architecture.attention.head_dim if architecture.attention.qk_norm else 0
+def _attention_vectors(architecture: Architecture) -> int:
+    """Biases and qk-norms of a layer."""
+    spec = architecture.attention
+    biases = spec.head_dim * (spec.num_heads + 2 * spec.num_kv_heads) if spec.bias else 0
+    normed = spec.num_heads + spec.num_kv_heads if spec.qk_norm_over == "all" else 2
+    return biases + (normed * spec.head_dim if spec.qk_norm else 0)
 
 
 def _ffn(spec: FeedForwardSpec, d_model: int) -> int:
