@@ -5,13 +5,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.config import MoeZooConfig
+from moe_zoo.models.families import FAMILIES
 from moe_zoo.models.init import initialize
+from moe_zoo.models.upstream import load_upstream
 from moe_zoo.spec.architecture import Architecture
-from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.spec.errors import CheckpointError, did_you_mean
 from moe_zoo.spec.presets import load_preset, preset_names
 
 
@@ -32,12 +36,27 @@ def load(name: str | Path, *, seed: int = 0, **kwargs: Any) -> MoeZooForCausalLM
     if not Path(name).exists() and len(Path(name).parts) > 1 and Path(name).parent.is_dir():
         raise CheckpointError(f"load: {name}; no such folder in {Path(name).parent}; check the path")
     try:
-        return MoeZooForCausalLM.from_pretrained(name, **kwargs)
+        model_type = PretrainedConfig.get_config_dict(name)[0].get("model_type")
+        if model_type in FAMILIES:
+            return load_upstream(_folder(name), model_type)
+        if model_type == MoeZooConfig.model_type:
+            return MoeZooForCausalLM.from_pretrained(name, **kwargs)
     except OSError as error:
         raise CheckpointError(
-            f"load: {name}; not a folder, a reachable Hub id or a preset ({str(error).splitlines()[0]}); presets: "
-            f"{', '.join(preset_names())}"
+            f"load: {name}; not a folder, a reachable Hub id or a preset ({str(error).splitlines()[0]}); "
+            f"{did_you_mean(str(name), preset_names())}"
         ) from None
+    raise CheckpointError(
+        f"load: {name}; its config.json says model_type {model_type}, which moe-zoo does not build; "
+        f"{did_you_mean(str(model_type), [MoeZooConfig.model_type, *FAMILIES])}"
+    )
+
+
+def _folder(name: str | Path) -> Path:
+    """Where the files of a model are: the folder itself, or what the Hub's client fetched."""
+    if Path(name).is_dir():
+        return Path(name)
+    return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model"]))
 
 
 def from_architecture(architecture: Architecture, **config: Any) -> MoeZooForCausalLM:
