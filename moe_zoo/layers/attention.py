@@ -9,7 +9,7 @@ from moe_zoo.layers.norm import AllHeadsNorm
 from moe_zoo.ops.attention import attend
 from moe_zoo.ops.rope import rotate
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (queries, keys, values, mask)
+Attend = Callable[..., Tensor]  # (queries, keys, values, mask, scale=) as ops.attention.attend
 
 
 class KeyValueCache(Protocol):

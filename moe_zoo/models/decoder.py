@@ -14,11 +14,12 @@ from moe_zoo.layers.attention import GroupedQueryAttention, KeyValueCache
 from moe_zoo.layers.block import DecoderBlock
 from moe_zoo.layers.experts import Experts
 from moe_zoo.layers.feed_forward import FeedForward
+from moe_zoo.layers.latent_attention import LatentAttention
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.layers.norm import make_norm
 from moe_zoo.layers.router import RouterStats, TopKRouter
 from moe_zoo.ops.rope import rotary_angles
-from moe_zoo.spec.architecture import Architecture, FeedForwardSpec
+from moe_zoo.spec.architecture import Architecture, AttentionSpec, FeedForwardSpec, LatentAttentionSpec
 
 
 class DecoderOutput(NamedTuple):
@@ -65,8 +66,7 @@ class SparseDecoder(nn.Module):
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         attention = self.architecture.attention
-        rotary_dim = attention.rotary_dim or attention.head_dim
-        angles = rotary_angles(positions, rotary_dim, attention.rope_theta, attention.rope_scaling)
+        angles = rotary_angles(positions, rotary_width(attention), attention.rope_theta, attention.rope_scaling)
         hidden, stats = input_ids if self.embed is None else self.embed(input_ids), []
         for layer in self.layers.values():
             hidden, layer_stats = layer(hidden, angles, mask, row_seeds, cache)
@@ -82,8 +82,23 @@ class SparseDecoder(nn.Module):
 
 def make_block(arch: Architecture, layer: int) -> DecoderBlock:
     """Block ``layer`` of the model, its weights not yet initialised."""
+    attention = make_attention(arch, layer)
+    feed_forward = make_moe(arch, layer) if arch.is_sparse(layer) else make_ffn(arch.d_model, arch.feed_forward)
+    norms = (make_norm(arch.norm, arch.d_model, arch.norm_eps) for _ in range(2))
+    return DecoderBlock(attention, feed_forward, *norms)
+
+
+def rotary_width(spec: AttentionSpec | LatentAttentionSpec) -> int:
+    """How many entries of a head are rotated."""
+    return spec.rope_dim if isinstance(spec, LatentAttentionSpec) else spec.rotary_dim or spec.head_dim
+
+
+def make_attention(arch: Architecture, layer: int) -> nn.Module:
+    """The attention of block ``layer``."""
     spec = arch.attention
-    attention = GroupedQueryAttention(
+    if isinstance(spec, LatentAttentionSpec):
+        return LatentAttention(arch.d_model, spec, layer=layer)
+    return GroupedQueryAttention(
         arch.d_model,
         spec.num_heads,
         spec.num_kv_heads,
@@ -93,9 +108,6 @@ def make_block(arch: Architecture, layer: int) -> DecoderBlock:
         bias=spec.bias,
         layer=layer,
     )
-    feed_forward = make_moe(arch, layer) if arch.is_sparse(layer) else make_ffn(arch.d_model, arch.feed_forward)
-    norms = (make_norm(arch.norm, arch.d_model, arch.norm_eps) for _ in range(2))
-    return DecoderBlock(attention, feed_forward, *norms)
 
 
 def make_moe(arch: Architecture, layer: int) -> MoELayer:

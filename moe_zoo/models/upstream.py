@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -76,9 +76,9 @@ class WeightFiles:
 class UpstreamWeights:
     """Our parameters, made of the tensors of a folder."""
 
-    def __init__(self, family: Family, num_experts: int, files: WeightFiles):
-        self.files, self.num_experts = files, num_experts
-        self.rules = rules_by_parameter(family)
+    def __init__(self, family: Family, architecture: Architecture, files: WeightFiles):
+        self.files, self.num_experts = files, architecture.num_experts
+        self.rules = rules_by_parameter(family, architecture)
 
     def values(self, name: str, experts: range | None = None, cut: Cut = lambda whole: whole) -> Tensor:
         """Parameter or buffer ``name``, of some ``experts`` alone where it is a stack.
@@ -99,9 +99,11 @@ class UpstreamWeights:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
 
 
-def upstream_tensors(family: Family, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def upstream_tensors(
+    family: Family, architecture: Architecture, named: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """Our parameters and buffers -> tensors by the names of the family, in the order given."""
-    rules = rules_by_parameter(family)
+    rules = rules_by_parameter(family, architecture)
     for name, values in named:
         pattern, layer = pattern_of(name)
         for rule in rules[pattern]:
@@ -112,10 +114,10 @@ def upstream_tensors(family: Family, named: Iterator[tuple[str, Tensor]]) -> Ite
                 yield rule.theirs.format(layer=layer, expert=expert), entry.contiguous()
 
 
-def rules_by_parameter(family: Family) -> dict[str, list[Rule]]:
+def rules_by_parameter(family: Family, architecture: Architecture) -> dict[str, list[Rule]]:
     """The rules of each of our parameters, blocks in order."""
     found: dict[str, list[Rule]] = {}
-    for rule in family.rules:
+    for rule in family.rules_of(architecture):
         found.setdefault(rule.ours, []).append(rule)
     return {ours: sorted(rules, key=lambda rule: rule.block) for ours, rules in found.items()}
 
@@ -134,7 +136,7 @@ def load_upstream(folder: Path, model_type: str) -> MoeZooForCausalLM:
     ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     with torch.device("meta"):
         model = MoeZooForCausalLM(MoeZooConfig(architecture=architecture.to_dict(), upstream=config.to_dict(), **ids))
-    weights = UpstreamWeights(family, architecture.num_experts, WeightFiles(folder))
+    weights = UpstreamWeights(family, architecture, WeightFiles(folder))
     _fill(model.model, weights)
     model.tie_weights()
     if left := [name for name in weights.files.unused() if not _is_beyond(name, architecture)]:
@@ -185,7 +187,7 @@ def save_upstream(model: MoeZooForCausalLM, folder: Path, max_shard_size: str = 
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
     folder.mkdir(parents=True, exist_ok=True)
     named = [*model.model.named_parameters(), *model.model.named_buffers()]
-    tensors = dict(upstream_tensors(family, ((name, values.detach()) for name, values in named)))
+    tensors = dict(upstream_tensors(family, model.model.architecture, ((n, values.detach()) for n, values in named)))
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
     config.save_pretrained(folder)
     if model.generation_config is not None:

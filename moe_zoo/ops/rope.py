@@ -68,3 +68,8 @@ def rotate(x_BHSd: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     num_pairs = cos.shape[-1]
     a, b, rest = x_BHSd.split((num_pairs, num_pairs, x_BHSd.shape[-1] - 2 * num_pairs), dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def pair_up(x_BHSd: Tensor) -> Tensor:
+    """Entries 0, 2, 4 ..., then 1, 3, 5 ...: neighbours become pairs of ``rotate``. Scores do not mind the order."""
+    return torch.cat((x_BHSd[..., 0::2], x_BHSd[..., 1::2]), dim=-1)

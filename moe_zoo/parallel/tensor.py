@@ -16,6 +16,7 @@ from moe_zoo.comm.collectives import gather, max_over, mean, reduce_scatter
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.layers.attention import GroupedQueryAttention
 from moe_zoo.layers.feed_forward import FeedForward
+from moe_zoo.layers.latent_attention import LatentAttention
 from moe_zoo.layers.norm import AllHeadsNorm
 from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.ops.documents import IGNORED
@@ -31,6 +32,7 @@ SLICED = {  # layer -> its parameters: dimension that is cut, kind
         "value.bias": (0, "kv"),
         "out.weight": (1, "tp"),
     },
+    LatentAttention: {"query.weight": (0, "tp"), "key_value.weight": (0, "tp"), "out.weight": (1, "tp")},
     FeedForward: {"gate.weight": (0, "tp"), "up.weight": (0, "tp"), "down.weight": (1, "tp")},
 }
 NORMS_ALL_HEADS = {"query_norm.weight": (0, "tp"), "key_norm.weight": (0, "kv")}

@@ -31,6 +31,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None  # null: 0.1 ln(factor) + 1
+    score_factor: float = 1.0  # of the scores beside it (DeepSeek's mscale_all_dim, squared)
     truncate: bool = True  # the ramp begins and ends at whole dimensions
 
     __pydantic_config__ = STRICT
@@ -76,6 +77,48 @@ class AttentionSpec:
                 f"attention.rotary_dim: {self.rotary_dim}; must be even and at most head_dim = {self.head_dim}; "
                 f"null rotates all of it"
             )
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention: keys and values of all heads come from one narrow vector per token.
+
+    A head is ``nope_dim`` entries that are not rotated and ``rope_dim`` that are, of which the keys' are shared by all
+    heads. Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+
+    num_heads: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None  # null: queries come straight from the hidden state
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rope_interleaved: bool = True  # pairs (0, 1), (2, 3) ... as DeepSeek's weights have them
+    norm_eps: float = 1e-6  # of the two narrow vectors
+
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim", "rope_theta")
+        if self.rope_dim % 2:
+            raise RecipeError(f"attention.rope_dim: {self.rope_dim}; rotary pairs need an even number; change it")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Every head has keys of its own."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query or a key."""
+        return self.nope_dim + self.rope_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +249,7 @@ class Architecture:
     vocab_size: int
     d_model: int
     num_layers: int
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     feed_forward: FeedForwardSpec  # of the dense layers
     moe: MoESpec | None = None
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -269,18 +312,19 @@ def _build(cls: type, values: dict[str, Any], where: str) -> Any:
             if field.default is dataclasses.MISSING:
                 raise RecipeError(f"{where}.{field.name}: missing; every model needs it; add it")
             continue
-        value, nested = values[field.name], _nested(kinds[field.name])
-        if nested and value is not None:
+        value = values[field.name]
+        if (nested := _nested(kinds[field.name], value)) and value is not None:
             made[field.name] = _build(nested, value, f"{where}.{field.name}")
         else:
             made[field.name] = tuple(value) if isinstance(value, list) else value
     return cls(**made)
 
 
-def _nested(kind: Any) -> type | None:
-    return next(
-        (k for k in (kind, *typing.get_args(kind)) if isinstance(k, type) and dataclasses.is_dataclass(k)), None
-    )
+def _nested(kind: Any, values: Any) -> type | None:
+    """The dataclass that a value is of: of several, the one that has the most of its keys."""
+    classes = [k for k in (kind, *typing.get_args(kind)) if isinstance(k, type) and dataclasses.is_dataclass(k)]
+    keys = values.keys() if isinstance(values, dict) else ()
+    return max(classes, key=lambda k: len(typing.get_type_hints(k).keys() & set(keys)), default=None)
 
 
 def _positive(spec: Any, *names: str) -> None:

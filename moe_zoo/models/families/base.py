@@ -3,13 +3,14 @@
 A rule says where one tensor of a file stands in ours; loading and saving read the same rules in two directions.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
-from moe_zoo.spec.architecture import Architecture, FeedForwardSpec, RopeScaling
+from moe_zoo.spec.architecture import Architecture, AttentionSpec, FeedForwardSpec, RopeScaling
 from moe_zoo.spec.errors import CheckpointError
 
 
@@ -34,6 +35,11 @@ class Family:
     read: Callable[[PretrainedConfig], Architecture]
     write: Callable[[Architecture], dict[str, Any]]  # the numbers that an Architecture holds, by their names there
     rules: tuple[Rule, ...]
+    more_rules: Callable[[Architecture], tuple[Rule, ...]] = lambda _: ()  # those that depend on the numbers
+
+    def rules_of(self, architecture: Architecture) -> tuple[Rule, ...]:
+        """All of them, for a model of these numbers."""
+        return self.rules + self.more_rules(architecture)
 
 
 LAYER = "model.layers.{layer}."
@@ -95,9 +101,8 @@ def common(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def common_back(architecture: Architecture) -> dict[str, Any]:
-    """The inverse of ``common`` and of what ``attention`` reads."""
-    spec = architecture.attention
+def common_numbers(architecture: Architecture) -> dict[str, Any]:
+    """The inverse of ``common``."""
     return {
         "hidden_act": "silu",
         "vocab_size": architecture.vocab_size,
@@ -106,6 +111,13 @@ def common_back(architecture: Architecture) -> dict[str, Any]:
         "rms_norm_eps": architecture.norm_eps,
         "tie_word_embeddings": architecture.tie_embeddings,
         "initializer_range": architecture.init_std,
+    }
+
+
+def common_back(architecture: Architecture) -> dict[str, Any]:
+    """The inverse of ``common`` and of ``heads``."""
+    spec = architecture.attention
+    return common_numbers(architecture) | {
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
@@ -123,7 +135,7 @@ def heads(config: PretrainedConfig) -> dict[str, Any]:
         "num_kv_heads": config.num_key_value_heads or config.num_attention_heads,
         "head_dim": head_dim,
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": _scaling(config, rope),
+        "rope_scaling": scaling_of(config, rope),
         "rotary_dim": int(head_dim * share) if share != 1.0 else None,
     }
 
@@ -132,7 +144,7 @@ def rope_back(architecture: Architecture) -> dict[str, Any]:
     """``rope_parameters`` of a configuration."""
     spec = architecture.attention
     values: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}
-    if spec.rotary_dim is not None:
+    if isinstance(spec, AttentionSpec) and spec.rotary_dim is not None:
         values["partial_rotary_factor"] = spec.rotary_dim / spec.head_dim
     scaling = spec.rope_scaling
     if scaling is None:
@@ -146,6 +158,8 @@ def rope_back(architecture: Architecture) -> dict[str, Any]:
         values |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
         if scaling.attention_factor is not None:
             values["attention_factor"] = scaling.attention_factor
+        if scaling.score_factor != 1.0:  # (0.1 m ln(factor) + 1)^2, solved for m
+            values["mscale_all_dim"] = (math.sqrt(scaling.score_factor) - 1) / (0.1 * math.log(scaling.factor))
     return values
 
 
@@ -168,7 +182,8 @@ def refused(config: PretrainedConfig, key: str, value: Any, known: str) -> Check
     )
 
 
-def _scaling(config: PretrainedConfig, rope: dict[str, Any]) -> RopeScaling | None:
+def scaling_of(config: PretrainedConfig, rope: dict[str, Any]) -> RopeScaling | None:
+    """How frequencies are stretched; None: they are not."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None

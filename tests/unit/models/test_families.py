@@ -31,6 +31,15 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
 }
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 9,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -60,6 +69,15 @@ CASES = {
         DEEPSEEK | {"use_qk_norm": True, "attention_bias": True},
         DEEPSEEK | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 1},
     ],
+    "deepseek_v2": [
+        LATENT | DEEPSEEK | {"topk_method": "group_limited_greedy", "q_lora_rank": None},
+        LATENT | DEEPSEEK | {"topk_method": "greedy", "n_shared_experts": 1},
+    ],
+    "deepseek_v3": [
+        LATENT | DEEPSEEK,
+        LATENT | DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1},
+        LATENT | DEEPSEEK | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 1.0}},
+    ],
     "dots1": [DEEPSEEK, DEEPSEEK | {"n_shared_experts": 1, "first_k_dense_replace": 0, "tie_word_embeddings": True}],
     "minimax_m2": [
         {"num_local_experts": 6, "num_experts_per_tok": 2},
@@ -79,7 +97,7 @@ def theirs(model_type: str, values: dict):
     """transformers' model, every parameter random, biases of the selection included."""
     torch.manual_seed(3)
     values = SMALL | values
-    if model_type in ("qwen2_moe", "olmoe"):
+    if model_type in ("qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3"):
         values.pop("head_dim")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values), attn_implementation="eager")
     with torch.no_grad():
@@ -111,7 +129,7 @@ def compare_gradients(reference, ours, folder: Path) -> None:
     for param in reference.parameters():
         param.copy_(param.grad if param.grad is not None else torch.zeros_like(param))
     reference.save_pretrained(folder)
-    theirs = UpstreamWeights(FAMILIES[reference.config.model_type], ours.config.num_experts, WeightFiles(folder))
+    theirs = UpstreamWeights(FAMILIES[reference.config.model_type], ours.model.architecture, WeightFiles(folder))
     for name, param in ours.model.named_parameters():
         expected = theirs.values(name)
         limit = 1e-4 * expected.abs().max().item() + 1e-6
