@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
 from transformers.utils import logging
@@ -14,6 +15,7 @@ from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.families import FAMILIES
 from moe_zoo.models.init import initialize
 from moe_zoo.models.upstream import load_upstream
+from moe_zoo.spec.accounting import weight_bytes
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import CheckpointError, did_you_mean
 from moe_zoo.spec.presets import load_preset, preset_names
@@ -25,7 +27,9 @@ def load(name: str | Path, *, seed: int = 0, **kwargs: Any) -> MoeZooForCausalLM
     ``kwargs`` go to ``from_pretrained``. Raises ``CheckpointError`` if there is no such model.
     """
     if str(name) in preset_names():
-        model = from_architecture(load_preset(str(name)))
+        architecture = load_preset(str(name))
+        _check_fits(str(name), architecture)
+        model = from_architecture(architecture)
         initialize(model.model, seed)
         return model.eval()
     if Path(name).exists() and not (Path(name) / "config.json").is_file():
@@ -50,6 +54,16 @@ def load(name: str | Path, *, seed: int = 0, **kwargs: Any) -> MoeZooForCausalLM
         f"load: {name}; its config.json says model_type {model_type}, which moe-zoo does not build; "
         f"{did_you_mean(str(model_type), [MoeZooConfig.model_type, *FAMILIES])}"
     )
+
+
+def _check_fits(name: str, architecture: Architecture) -> None:
+    """Refuse to draw more weights than this machine can hold."""
+    needed, free = weight_bytes(architecture, 4), psutil.virtual_memory().available
+    if needed > free:
+        raise CheckpointError(
+            f"load: {name}; its fresh fp32 weights are {needed / 2**30:,.1f} GiB, {free / 2**30:,.1f} GiB of memory are "
+            f"free; train it from a recipe, which gives each rank its share, or load a smaller preset"
+        )
 
 
 def _folder(name: str | Path) -> Path:
