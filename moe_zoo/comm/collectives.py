@@ -39,6 +39,17 @@ class _Along(torch.autograd.Function):
         return _Along.apply(grad, *ctx.rest), None, None, None
 
 
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return sum_over(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return sum_over(grad, ctx.group), None
+
+
 def all_to_all(rows: Tensor, send: list[int] | None, receive: list[int] | None, group: dist.ProcessGroup) -> Tensor:
     """Send ``send[r]`` rows to rank r of ``group`` and get ``receive[r]`` rows from it; the gradient travels back.
 
@@ -55,6 +66,11 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Sum ``x`` over the ranks and keep this rank's part along ``dim``."""
     return x if group.size() == 1 else _Along.apply(x, dim, group, False)
+
+
+def mean(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The mean of every rank's ``x``, on every rank."""
+    return x if group.size() == 1 else _AllReduce.apply(x, group) / group.size()
 
 
 def swap(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:

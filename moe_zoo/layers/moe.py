@@ -18,9 +18,16 @@ class MoELayer(nn.Module):
 
     dispatcher: Dispatcher
 
-    def __init__(self, router: TopKRouter, experts: Experts, shared: FeedForward | None = None):
+    def __init__(
+        self,
+        router: TopKRouter,
+        experts: Experts,
+        shared: FeedForward | None = None,
+        shared_gate: nn.Linear | None = None,
+    ):
         super().__init__()
-        self.router, self.experts, self.shared = router, experts, shared
+        self.router, self.experts = router, experts
+        self.shared, self.shared_gate = shared, shared_gate
         self.dispatcher = LocalDispatcher()
 
     def forward(self, hidden: Tensor, row_seeds: Tensor | None) -> tuple[Tensor, RouterStats]:
@@ -28,7 +35,10 @@ class MoELayer(nn.Module):
         routing = self.router(hidden, row_seeds)
         update = self._routed(hidden.flatten(0, 1), routing).view_as(hidden)
         if self.shared is not None:
-            update = update + self.shared(hidden)
+            everybody = self.shared(hidden)
+            update = update + (
+                everybody if self.shared_gate is None else everybody * self.shared_gate(hidden).sigmoid()
+            )
         return update, routing.stats
 
     def _routed(self, x_TD: Tensor, routing: Routing) -> Tensor:

@@ -94,7 +94,10 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
             buffer.zero_()
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Weights, configuration, and the code to load them where moe-zoo is not installed."""
+        """Weights and configuration: by the names of its family, or with the code to load them without moe-zoo."""
+        if self.config.upstream is not None:
+            importlib.import_module("moe_zoo.models.upstream").save_upstream(self, Path(save_directory), **kwargs)
+            return
         stem = Path(REMOTE_FILE).stem
         self.config.auto_map = {
             "AutoConfig": f"{stem}.MoeZooConfig",

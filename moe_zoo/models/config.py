@@ -8,13 +8,18 @@ from moe_zoo.spec.architecture import Architecture
 
 
 class MoeZooConfig(PretrainedConfig):
-    """``architecture`` holds every number; the usual attributes are read from it."""
+    """``architecture`` holds every number; the usual attributes are read from it.
+
+    ``upstream`` is the configuration that the model was loaded with, where it is of another's family: it is saved so.
+    """
 
     model_type = "moe_zoo"
     has_no_defaults_at_init = True
 
-    def __init__(self, architecture: dict[str, Any] | None = None, **kwargs: Any):
-        self.architecture = architecture
+    def __init__(
+        self, architecture: dict[str, Any] | None = None, upstream: dict[str, Any] | None = None, **kwargs: Any
+    ):
+        self.architecture, self.upstream = architecture, upstream
         if architecture is not None:
             spec = self.to_architecture()
             self.vocab_size, self.hidden_size = spec.vocab_size, spec.d_model

@@ -14,11 +14,12 @@ from moe_zoo.layers.attention import GroupedQueryAttention, KeyValueCache
 from moe_zoo.layers.block import DecoderBlock
 from moe_zoo.layers.experts import Experts
 from moe_zoo.layers.feed_forward import FeedForward
+from moe_zoo.layers.latent_attention import LatentAttention
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.layers.norm import make_norm
 from moe_zoo.layers.router import RouterStats, TopKRouter
 from moe_zoo.ops.rope import rotary_angles
-from moe_zoo.spec.architecture import Architecture, FeedForwardSpec
+from moe_zoo.spec.architecture import Architecture, AttentionSpec, FeedForwardSpec, LatentAttentionSpec
 
 
 class DecoderOutput(NamedTuple):
@@ -65,7 +66,7 @@ class SparseDecoder(nn.Module):
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         attention = self.architecture.attention
-        angles = rotary_angles(positions, attention.head_dim, attention.rope_theta)
+        angles = rotary_angles(positions, rotary_width(attention), attention.rope_theta, attention.rope_scaling)
         hidden, stats = input_ids if self.embed is None else self.embed(input_ids), []
         for layer in self.layers.values():
             hidden, layer_stats = layer(hidden, angles, mask, row_seeds, cache)
@@ -81,18 +82,32 @@ class SparseDecoder(nn.Module):
 
 def make_block(arch: Architecture, layer: int) -> DecoderBlock:
     """Block ``layer`` of the model, its weights not yet initialised."""
+    attention = make_attention(arch, layer)
+    feed_forward = make_moe(arch, layer) if arch.is_sparse(layer) else make_ffn(arch.d_model, arch.feed_forward)
+    norms = (make_norm(arch.norm, arch.d_model, arch.norm_eps) for _ in range(2))
+    return DecoderBlock(attention, feed_forward, *norms)
+
+
+def rotary_width(spec: AttentionSpec | LatentAttentionSpec) -> int:
+    """How many entries of a head are rotated."""
+    return spec.rope_dim if isinstance(spec, LatentAttentionSpec) else spec.rotary_dim or spec.head_dim
+
+
+def make_attention(arch: Architecture, layer: int) -> nn.Module:
+    """The attention of block ``layer``."""
     spec = arch.attention
-    attention = GroupedQueryAttention(
+    if isinstance(spec, LatentAttentionSpec):
+        return LatentAttention(arch.d_model, spec, layer=layer)
+    return GroupedQueryAttention(
         arch.d_model,
         spec.num_heads,
         spec.num_kv_heads,
         spec.head_dim,
         qk_norm_eps=arch.norm_eps if spec.qk_norm else None,
+        qk_norm_over=spec.qk_norm_over,
+        bias=spec.bias,
         layer=layer,
     )
-    feed_forward = make_moe(arch, layer) if arch.is_sparse(layer) else make_ffn(arch.d_model, arch.feed_forward)
-    norms = (make_norm(arch.norm, arch.d_model, arch.norm_eps) for _ in range(2))
-    return DecoderBlock(attention, feed_forward, *norms)
 
 
 def make_moe(arch: Architecture, layer: int) -> MoELayer:
@@ -101,7 +116,8 @@ def make_moe(arch: Architecture, layer: int) -> MoELayer:
     router = TopKRouter(arch.d_model, **dataclasses.asdict(moe.router), layer=layer)  # the same names in both
     spec = moe.experts
     experts = Experts(moe.router.num_experts, arch.d_model, spec.d_ff, spec.activation, spec.gated)
-    return MoELayer(router, experts, make_ffn(arch.d_model, moe.shared) if moe.shared else None)
+    shared = make_ffn(arch.d_model, moe.shared) if moe.shared else None
+    return MoELayer(router, experts, shared, nn.Linear(arch.d_model, 1, bias=False) if moe.shared_gate else None)
 
 
 def make_ffn(d_model: int, spec: FeedForwardSpec) -> FeedForward:
@@ -110,11 +126,11 @@ def make_ffn(d_model: int, spec: FeedForwardSpec) -> FeedForward:
 
 
 def init_std(name: str, arch: Architecture) -> float | None:
-    """Standard deviation of a parameter's initial values; None for norms, which start as the identity.
+    """Standard deviation of a parameter's initial values; None for norms, which start as the identity, and biases.
 
     Matrices that write to the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2, section 2.3).
     """
-    if "norm" in name:
+    if "norm" in name or name.endswith("bias"):
         return None
     writes_residual = name.endswith(("attention.out.weight", "down.weight", "w_down"))
     return arch.init_std / math.sqrt(2 * arch.num_layers) if writes_residual else arch.init_std

@@ -5,13 +5,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+from huggingface_hub import snapshot_download
+from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.config import MoeZooConfig
+from moe_zoo.models.families import FAMILIES
 from moe_zoo.models.init import initialize
+from moe_zoo.models.upstream import load_upstream
+from moe_zoo.spec.accounting import weight_bytes
 from moe_zoo.spec.architecture import Architecture
-from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.spec.errors import CheckpointError, did_you_mean
 from moe_zoo.spec.presets import load_preset, preset_names
 
 
@@ -21,7 +27,9 @@ def load(name: str | Path, *, seed: int = 0, **kwargs: Any) -> MoeZooForCausalLM
     ``kwargs`` go to ``from_pretrained``. Raises ``CheckpointError`` if there is no such model.
     """
     if str(name) in preset_names():
-        model = from_architecture(load_preset(str(name)))
+        architecture = load_preset(str(name))
+        _check_fits(str(name), architecture)
+        model = from_architecture(architecture)
         initialize(model.model, seed)
         return model.eval()
     if Path(name).exists() and not (Path(name) / "config.json").is_file():
@@ -32,12 +40,37 @@ def load(name: str | Path, *, seed: int = 0, **kwargs: Any) -> MoeZooForCausalLM
     if not Path(name).exists() and len(Path(name).parts) > 1 and Path(name).parent.is_dir():
         raise CheckpointError(f"load: {name}; no such folder in {Path(name).parent}; check the path")
     try:
-        return MoeZooForCausalLM.from_pretrained(name, **kwargs)
+        model_type = PretrainedConfig.get_config_dict(name)[0].get("model_type")
+        if model_type in FAMILIES:
+            return load_upstream(_folder(name), model_type)
+        if model_type == MoeZooConfig.model_type:
+            return MoeZooForCausalLM.from_pretrained(name, **kwargs)
     except OSError as error:
         raise CheckpointError(
-            f"load: {name}; not a folder, a reachable Hub id or a preset ({str(error).splitlines()[0]}); presets: "
-            f"{', '.join(preset_names())}"
+            f"load: {name}; not a folder, a reachable Hub id or a preset ({str(error).splitlines()[0]}); "
+            f"{did_you_mean(str(name), preset_names())}"
         ) from None
+    raise CheckpointError(
+        f"load: {name}; its config.json says model_type {model_type}, which moe-zoo does not build; "
+        f"{did_you_mean(str(model_type), [MoeZooConfig.model_type, *FAMILIES])}"
+    )
+
+
+def _check_fits(name: str, architecture: Architecture) -> None:
+    """Refuse to draw more weights than this machine can hold."""
+    needed, free = weight_bytes(architecture, 4), psutil.virtual_memory().available
+    if needed > free:
+        raise CheckpointError(
+            f"load: {name}; its fresh fp32 weights are {needed / 2**30:,.1f} GiB, {free / 2**30:,.1f} GiB of memory are "
+            f"free; train it from a recipe, which gives each rank its share, or load a smaller preset"
+        )
+
+
+def _folder(name: str | Path) -> Path:
+    """Where the files of a model are: the folder itself, or what the Hub's client fetched."""
+    if Path(name).is_dir():
+        return Path(name)
+    return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model"]))
 
 
 def from_architecture(architecture: Architecture, **config: Any) -> MoeZooForCausalLM:

@@ -17,6 +17,7 @@ MODULES = (  # in the order of who needs whom
     "moe_zoo.ops.attention",
     "moe_zoo.layers.norm",
     "moe_zoo.layers.attention",
+    "moe_zoo.layers.latent_attention",
     "moe_zoo.layers.feed_forward",
     "moe_zoo.layers.rows",
     "moe_zoo.layers.router",

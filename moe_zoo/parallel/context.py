@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from moe_zoo.comm.collectives import gather, swap
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.layers.attention import GroupedQueryAttention
+from moe_zoo.layers.latent_attention import LatentAttention
 from moe_zoo.layers.router import TopKRouter
 from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.ops.attention import attend
@@ -82,28 +83,32 @@ def split_rows(model: SparseDecoder, mesh: Mesh, method: str) -> None:
     for module in model.modules():
         if isinstance(module, TopKRouter) and mesh.cp * mesh.tp > 1:
             module.rows = split
-        if isinstance(module, GroupedQueryAttention) and mesh.cp > 1:
+        if isinstance(module, GroupedQueryAttention | LatentAttention) and mesh.cp > 1:
             module.attend = partial(gathered_attend if method == "gather" else ulysses_attend, split=split)
 
 
-def gathered_attend(q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor | None, *, split: RowSplit) -> Tensor:
+def gathered_attend(
+    q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor | None, *, split: RowSplit, scale: float | None = None
+) -> Tensor:
     """Own queries, keys of the whole row; a chunk of queries is not even shown the keys behind it."""
-    keys_values = gather(torch.stack((k_BHSd, v_BHSd)), 3, split.mesh.cp_group)
-    seq_len = keys_values.shape[3]
+    keys_values = gather(torch.cat((k_BHSd, v_BHSd), dim=-1), 2, split.mesh.cp_group)
+    seq_len = keys_values.shape[2]
     in_order = split.order(seq_len, q_BHSd.device).argsort()
-    k_BHSd, v_BHSd = keys_values.index_select(3, in_order)
+    k_BHSd, v_BHSd = keys_values.index_select(2, in_order).split((k_BHSd.shape[-1], v_BHSd.shape[-1]), dim=-1)
     outs, size = [], seq_len // split.num_chunks
     for half, chunk in enumerate((split.mesh.cp_rank, split.num_chunks - 1 - split.mesh.cp_rank)):
         own, end = slice(half * size, (half + 1) * size), (chunk + 1) * size
         seen = causal_lower_right(size, end) if mask is None else mask[:, :, own, :end]
-        outs.append(attend(q_BHSd[:, :, own], k_BHSd[:, :, :end], v_BHSd[:, :, :end], seen))
+        outs.append(attend(q_BHSd[:, :, own], k_BHSd[:, :, :end], v_BHSd[:, :, :end], seen, scale=scale))
     return torch.cat(outs, dim=2)
 
 
-def ulysses_attend(q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor | None, *, split: RowSplit) -> Tensor:
+def ulysses_attend(
+    q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor | None, *, split: RowSplit, scale: float | None = None
+) -> Tensor:
     """Some heads of the whole row in place of all heads of a part; key heads too few for the ranks are repeated."""
     ranks, group = split.mesh.cp, split.mesh.cp_group
     repeats = max(1, ranks // k_BHSd.shape[1])
     keys = (x.repeat_interleave(repeats, dim=1) for x in (k_BHSd, v_BHSd))
     whole = (swap(x, 1, 2, group) for x in (q_BHSd, *keys))
-    return swap(attend(*whole, mask), 2, 1, group)
+    return swap(attend(*whole, mask, scale=scale), 2, 1, group)

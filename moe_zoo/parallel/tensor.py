@@ -7,21 +7,35 @@ adjoints, so gradients need no rule of their own. Norms and routers see each tok
 Letters: B rows, S positions, V vocabulary.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from moe_zoo.comm.collectives import gather, max_over, reduce_scatter
+from moe_zoo.comm.collectives import gather, max_over, mean, reduce_scatter
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.layers.attention import GroupedQueryAttention
 from moe_zoo.layers.feed_forward import FeedForward
+from moe_zoo.layers.latent_attention import LatentAttention
+from moe_zoo.layers.norm import AllHeadsNorm
 from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.ops.documents import IGNORED
 from moe_zoo.parallel.placement import Cut, Slices
 
-SLICED = {  # layer -> its matrices: dimension that is cut, kind
-    GroupedQueryAttention: {"query": (0, "tp"), "key": (0, "kv"), "value": (0, "kv"), "out": (1, "tp")},
-    FeedForward: {"gate": (0, "tp"), "up": (0, "tp"), "down": (1, "tp")},
+SLICED = {  # layer -> its parameters: dimension that is cut, kind
+    GroupedQueryAttention: {
+        "query.weight": (0, "tp"),
+        "query.bias": (0, "tp"),
+        "key.weight": (0, "kv"),
+        "key.bias": (0, "kv"),
+        "value.weight": (0, "kv"),
+        "value.bias": (0, "kv"),
+        "out.weight": (1, "tp"),
+    },
+    LatentAttention: {"query.weight": (0, "tp"), "key_value.weight": (0, "tp"), "out.weight": (1, "tp")},
+    FeedForward: {"gate.weight": (0, "tp"), "up.weight": (0, "tp"), "down.weight": (1, "tp")},
 }
+NORMS_ALL_HEADS = {"query_norm.weight": (0, "tp"), "key_norm.weight": (0, "kv")}
 
 
 class VocabularySlice(nn.Embedding):
@@ -45,9 +59,13 @@ def split_tensors(model: SparseDecoder, mesh: Mesh) -> Slices:
     slices: Slices = {}
     for path, layer in model.named_modules():
         if type(layer) in SLICED:
-            slices |= _matrix_slices(path, SLICED[type(layer)], mesh)
+            slices |= _slices(path, SLICED[type(layer)], mesh)
             _gather_before(layer, mesh)
             _scatter_after(layer, mesh)
+        if isinstance(layer, GroupedQueryAttention) and layer.norms_all_heads:
+            slices |= _slices(path, NORMS_ALL_HEADS, mesh)
+        if isinstance(layer, AllHeadsNorm):
+            layer.average = partial(mean, group=mesh.tp_group)
     vocabulary = Cut(0, mesh.tp, mesh.tp_rank)
     if model.head is not None:
         _gather_before(model.head, mesh)
@@ -61,10 +79,10 @@ def split_tensors(model: SparseDecoder, mesh: Mesh) -> Slices:
     return slices
 
 
-def _matrix_slices(path: str, rules: dict[str, tuple[int, str]], mesh: Mesh) -> Slices:
+def _slices(path: str, rules: dict[str, tuple[int, str]], mesh: Mesh) -> Slices:
     cuts = {"tp": (mesh.tp, mesh.tp_rank), "kv": (mesh.kv_parts, mesh.kv_rank)}
     return {
-        f"{path}.{name}.weight": ("tp" if cuts[kind] == cuts["tp"] else kind, (Cut(dim, *cuts[kind]),))
+        f"{path}.{name}": ("tp" if cuts[kind] == cuts["tp"] else kind, (Cut(dim, *cuts[kind]),))
         for name, (dim, kind) in rules.items()
     }
 

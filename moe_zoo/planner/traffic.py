@@ -10,7 +10,8 @@ number of times that ZeRO-3 gathers a weight depends on what its schedule still 
 from collections import Counter
 from collections.abc import Iterator
 
-from moe_zoo.spec.architecture import Architecture, FeedForwardSpec
+from moe_zoo.spec.accounting import latent_matrices
+from moe_zoo.spec.architecture import Architecture, AttentionSpec, FeedForwardSpec, LatentAttentionSpec
 from moe_zoo.spec.layout import ParallelLayout
 from moe_zoo.spec.recipe import Recipe
 from moe_zoo.spec.stages import cut_stages
@@ -37,15 +38,26 @@ def slice_sizes(architecture: Architecture, layout: ParallelLayout, layer: int) 
     """Elements of block ``layer`` on one rank, by the kind of their replica group."""
     D, spec, moe = architecture.d_model, architecture.attention, architecture.moe
     norm = D if architecture.norm == "rmsnorm" else 2 * D
-    sizes = Counter({"stage": 2 * norm + (2 * spec.head_dim if spec.qk_norm else 0)})
-    sizes["tp"] += 2 * D * spec.num_heads * spec.head_dim // layout.tp
-    sizes["kv"] += 2 * D * spec.num_kv_heads * spec.head_dim // layout.kv_parts
+    sizes = Counter({"stage": 2 * norm}) + _attention_sizes(spec, D, layout)
     if moe is None or not architecture.is_sparse(layer):
         sizes["tp"] += _ffn(architecture.feed_forward, D) // layout.tp
         return sizes
     sizes["stage"] += moe.router.num_experts * D
     sizes["ep"] += moe.router.num_experts * _ffn(moe.experts, D) // (layout.ep * layout.etp)
     sizes["tp"] += _ffn(moe.shared, D) // layout.tp if moe.shared else 0
+    sizes["stage"] += D * moe.shared_gate
+    return sizes
+
+
+def _attention_sizes(spec: AttentionSpec | LatentAttentionSpec, D: int, layout: ParallelLayout) -> Counter[str]:
+    if isinstance(spec, LatentAttentionSpec):
+        shared, heads = latent_matrices(D, spec)
+        return Counter({"stage": shared + spec.kv_rank + (spec.query_rank or 0), "tp": heads // layout.tp})
+    norms_all = spec.qk_norm and spec.qk_norm_over == "all"
+    queries, keys = spec.num_heads * spec.head_dim // layout.tp, spec.num_kv_heads * spec.head_dim // layout.kv_parts
+    sizes = Counter({"stage": 2 * spec.head_dim if spec.qk_norm and not norms_all else 0})
+    sizes["tp"] += (2 * D + spec.bias + norms_all) * queries
+    sizes["kv"] += (2 * D + 2 * spec.bias + norms_all) * keys
     return sizes
 
 
@@ -142,11 +154,11 @@ def _block_moves(
         yield ("tp", vector), ("reduce_scatter", "all_gather"), False
     keys = max(spec.num_kv_heads // tp, 1)
     if parallel.context == "gather":
-        both = 2 * tokens * cp * keys * spec.head_dim * item
+        both = tokens * cp * keys * (spec.head_dim + spec.value_dim) * item
         yield ("cp", (cp - 1) / cp * both), ("all_gather", "reduce_scatter"), True
     else:
-        heads = 2 * spec.num_heads // tp + 2 * max(keys, cp)
-        yield ("cp", (cp - 1) / cp * tokens * heads * spec.head_dim * item), ("all_to_all", "all_to_all"), True
+        entries = (spec.num_heads // tp + max(keys, cp)) * (spec.head_dim + spec.value_dim)
+        yield ("cp", (cp - 1) / cp * tokens * entries * item), ("all_to_all", "all_to_all"), True
     if is_sparse and model.moe:
         ranks = layout.ep * layout.etp
         rows = 2 * tokens // tp * model.moe.router.top_k * layout.etp  # there and back

@@ -5,7 +5,7 @@ Letters: D model width, F expert width, E experts, K choices, H heads, S sequenc
 
 from typing import NamedTuple
 
-from moe_zoo.spec.architecture import Architecture, FeedForwardSpec, MoESpec
+from moe_zoo.spec.architecture import Architecture, FeedForwardSpec, LatentAttentionSpec, MoESpec
 
 # bf16: weight 2, gradient 2, master and moments 12; fp32: 4 of each. Source: ZeRO, arXiv:1910.02054, section 3.1.
 TRAINING_BYTES_PER_PARAMETER = 16
@@ -15,7 +15,7 @@ class Parameters(NamedTuple):
     """Parameters by where they sit, over all layers. A router's selection bias is a buffer and not counted."""
 
     embedding: int  # V D
-    attention: int  # q, k, v, o without biases, and the qk-norms
+    attention: int  # q, k, v, o, their biases, and the qk-norms
     norms: int  # two per block and the final one
     feed_forward: int  # of the dense layers
     router: int  # E D per sparse layer
@@ -36,12 +36,12 @@ def parameters(architecture: Architecture) -> Parameters:
     norm = D if architecture.norm == "rmsnorm" else 2 * D
     return Parameters(
         embedding=vocabulary,
-        attention=L * (_attention_matrices(architecture) + 2 * _qk_norm(architecture)),
+        attention=L * (_attention_matrices(architecture) + _attention_vectors(architecture)),
         norms=(2 * L + 1) * norm,
         feed_forward=(L - num_sparse) * _ffn(architecture.feed_forward, D),
         router=num_sparse * moe.router.num_experts * D if moe else 0,
         experts=num_sparse * moe.router.num_experts * _ffn(moe.experts, D) if moe else 0,
-        shared=num_sparse * _ffn(moe.shared, D) if moe and moe.shared else 0,
+        shared=num_sparse * (_ffn(moe.shared, D) + D * moe.shared_gate) if moe and moe.shared else 0,
         head=0 if architecture.tie_embeddings else vocabulary,
     )
 
@@ -78,7 +78,7 @@ def block_flops_per_token(architecture: Architecture, layer: int, seq_len: int) 
         matrices += _ffn(moe.shared, D) if moe.shared else 0
     else:
         matrices += _ffn(architecture.feed_forward, D)
-    return 2 * matrices + 4 * seq_len * attention.num_heads * attention.head_dim
+    return 2 * matrices + 2 * seq_len * attention.num_heads * (attention.head_dim + attention.value_dim)
 
 
 def head_flops_per_token(architecture: Architecture) -> int:
@@ -103,11 +103,26 @@ def training_bytes(architecture: Architecture) -> int:
 
 def _attention_matrices(architecture: Architecture) -> int:
     attention = architecture.attention
+    if isinstance(attention, LatentAttentionSpec):
+        return sum(latent_matrices(architecture.d_model, attention))
     return 2 * architecture.d_model * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
 
 
-def _qk_norm(architecture: Architecture) -> int:
-    return architecture.attention.head_dim if architecture.attention.qk_norm else 0
+def latent_matrices(d_model: int, spec: LatentAttentionSpec) -> tuple[int, int]:
+    """(elements of the matrices that every head shares, of those that belong to heads) of a latent attention."""
+    shared = d_model * (spec.kv_rank + spec.rope_dim + (spec.query_rank or 0))
+    heads = (spec.query_rank or d_model) * spec.head_dim + spec.kv_rank * (spec.nope_dim + spec.value_dim)
+    return shared, spec.num_heads * (heads + spec.value_dim * d_model)
+
+
+def _attention_vectors(architecture: Architecture) -> int:
+    """Biases and qk-norms of a layer."""
+    spec = architecture.attention
+    if isinstance(spec, LatentAttentionSpec):
+        return spec.kv_rank + (spec.query_rank or 0)
+    biases = spec.head_dim * (spec.num_heads + 2 * spec.num_kv_heads) if spec.bias else 0
+    normed = spec.num_heads + spec.num_kv_heads if spec.qk_norm_over == "all" else 2
+    return biases + (normed * spec.head_dim if spec.qk_norm else 0)
 
 
 def _ffn(spec: FeedForwardSpec, d_model: int) -> int:

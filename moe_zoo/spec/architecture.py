@@ -15,6 +15,38 @@ STRICT = {"extra": "forbid"}  # read by pydantic when a recipe holds these class
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequencies stretched to rows longer than the model was first trained on.
+
+    ``linear`` divides all by ``factor`` (arXiv:2306.15595); ``llama3`` only those of long waves, with a ramp between
+    ``low_freq_factor`` and ``high_freq_factor`` turns per ``original_length``; ``yarn`` ramps between ``beta_slow`` and
+    ``beta_fast`` turns and scales queries and keys by ``attention_factor`` (arXiv:2309.00071).
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_length: int = 0  # of llama3 and yarn
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # null: 0.1 ln(factor) + 1
+    score_factor: float = 1.0  # of the scores beside it (DeepSeek's mscale_all_dim, squared)
+    truncate: bool = True  # the ramp begins and ends at whole dimensions
+
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        _positive(self, "factor")
+        _one_of(self, "kind", ("linear", "llama3", "yarn"))
+        if self.kind != "linear" and self.original_length <= 0:
+            raise RecipeError(
+                f"rope_scaling.original_length: {self.original_length}; {self.kind} counts turns per the length that the "
+                f"model was first trained on; set it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention with rotary positions: ``num_heads / num_kv_heads`` queries share a key."""
 
@@ -22,12 +54,17 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
-    qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3, OLMoE)
+    rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None  # leading part of each head that is rotated; null: all of it
+    qk_norm: bool = False  # RMSNorm of queries and keys
+    qk_norm_over: Literal["head", "all"] = "head"  # each head by itself (Qwen3), or all of them together (OLMoE)
+    bias: bool = False  # of query, key and value
 
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
         _positive(self, "num_heads", "num_kv_heads", "head_dim", "rope_theta")
+        _one_of(self, "qk_norm_over", ("head", "all"))
         if self.num_heads % self.num_kv_heads:
             raise RecipeError(
                 f"attention.num_kv_heads: {self.num_kv_heads}; must divide num_heads = {self.num_heads}; "
@@ -35,6 +72,53 @@ class AttentionSpec:
             )
         if self.head_dim % 2:
             raise RecipeError(f"attention.head_dim: {self.head_dim}; rotary pairs need an even number; change it")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
+            raise RecipeError(
+                f"attention.rotary_dim: {self.rotary_dim}; must be even and at most head_dim = {self.head_dim}; "
+                f"null rotates all of it"
+            )
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention: keys and values of all heads come from one narrow vector per token.
+
+    A head is ``nope_dim`` entries that are not rotated and ``rope_dim`` that are, of which the keys' are shared by all
+    heads. Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+
+    num_heads: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None  # null: queries come straight from the hidden state
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rope_interleaved: bool = True  # pairs (0, 1), (2, 3) ... as DeepSeek's weights have them
+    norm_eps: float = 1e-6  # of the two narrow vectors
+
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim", "rope_theta")
+        if self.rope_dim % 2:
+            raise RecipeError(f"attention.rope_dim: {self.rope_dim}; rotary pairs need an even number; change it")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Every head has keys of its own."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query or a key."""
+        return self.nope_dim + self.rope_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +225,8 @@ class MoESpec:
     router: RouterSpec
     experts: FeedForwardSpec
     shared: FeedForwardSpec | None = None  # an expert that every token visits
+    shared_gate: bool = False  # its output times sigmoid(w x) (Qwen2-MoE)
+    dense_layers: tuple[int, ...] = ()  # layers that have no experts although their turn has come
     first_layer: int = 0  # first sparse layer
     every: int = 1  # sparse layers are first_layer, first_layer + every, ...
 
@@ -148,6 +234,10 @@ class MoESpec:
 
     def __post_init__(self) -> None:
         _positive(self, "every")
+        if self.shared_gate and self.shared is None:
+            raise RecipeError(
+                "moe.shared_gate: true; there is no shared expert to gate; describe moe.shared, or drop it"
+            )
         if self.first_layer < 0:
             raise RecipeError(f"moe.first_layer: {self.first_layer}; layers count from 0; raise it")
 
@@ -159,7 +249,7 @@ class Architecture:
     vocab_size: int
     d_model: int
     num_layers: int
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     feed_forward: FeedForwardSpec  # of the dense layers
     moe: MoESpec | None = None
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -181,7 +271,9 @@ class Architecture:
     def is_sparse(self, layer: int) -> bool:
         """Whether block ``layer`` (from 0) has experts."""
         moe = self.moe
-        return moe is not None and layer >= moe.first_layer and (layer - moe.first_layer) % moe.every == 0
+        if moe is None or layer < moe.first_layer or layer in moe.dense_layers:
+            return False
+        return (layer - moe.first_layer) % moe.every == 0
 
     @property
     def sparse_layers(self) -> list[int]:
@@ -220,15 +312,19 @@ def _build(cls: type, values: dict[str, Any], where: str) -> Any:
             if field.default is dataclasses.MISSING:
                 raise RecipeError(f"{where}.{field.name}: missing; every model needs it; add it")
             continue
-        value, nested = values[field.name], _nested(kinds[field.name])
-        made[field.name] = _build(nested, value, f"{where}.{field.name}") if nested and value is not None else value
+        value = values[field.name]
+        if (nested := _nested(kinds[field.name], value)) and value is not None:
+            made[field.name] = _build(nested, value, f"{where}.{field.name}")
+        else:
+            made[field.name] = tuple(value) if isinstance(value, list) else value
     return cls(**made)
 
 
-def _nested(kind: Any) -> type | None:
-    return next(
-        (k for k in (kind, *typing.get_args(kind)) if isinstance(k, type) and dataclasses.is_dataclass(k)), None
-    )
+def _nested(kind: Any, values: Any) -> type | None:
+    """The dataclass that a value is of: of several, the one that has the most of its keys."""
+    classes = [k for k in (kind, *typing.get_args(kind)) if isinstance(k, type) and dataclasses.is_dataclass(k)]
+    keys = values.keys() if isinstance(values, dict) else ()
+    return max(classes, key=lambda k: len(typing.get_type_hints(k).keys() & set(keys)), default=None)
 
 
 def _positive(spec: Any, *names: str) -> None:

@@ -110,3 +110,20 @@ def test_static_capacity_and_experts_that_choose_when_rows_are_split(engine, cho
         balance__method="none" if choice == "expert" else "aux_loss",
     )
     check(recipe, world_size=4, starved=choice == "token")
+
+
+LATENT = {"num_heads": 4, "kv_rank": 5, "nope_dim": 3, "rope_dim": 4, "value_dim": 6, "query_rank": 7}
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("axes", [{"tp": 2, "cp": 2, "ep": 2}, {"tp": 2, "cp": 2, "context": "ulysses"}], ids=str)
+def test_latent_attention_over_split_heads_and_rows(engine, axes):
+    changes = {f"parallel__{name}": value for name, value in axes.items()}
+    check(split_recipe(engine, **changes, model__attention=LATENT, parallel__recompute="selective"), world_size=4)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_norms_over_all_heads_biases_and_a_gated_shared_expert_over_split_matrices(engine):
+    attention = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "qk_norm": True, "qk_norm_over": "all", "bias": True}
+    gated = {"model__moe__shared_gate": True, "model__attention": attention | {"rotary_dim": 2}}
+    check(split_recipe(engine, parallel__tp=4, parallel__ep=2, **gated), world_size=4)

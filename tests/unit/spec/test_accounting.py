@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from moe_zoo.spec.accounting import (
     forward_flops_per_token,
     num_active_parameters,
@@ -11,7 +13,7 @@ from moe_zoo.spec.accounting import (
     training_flops_per_token,
     weight_bytes,
 )
-from moe_zoo.spec.presets import load_preset
+from moe_zoo.spec.presets import _presets, load_preset
 
 SWITCH = load_preset("switch-lm-test")
 TOPK = load_preset("topk-lm-test")
@@ -59,3 +61,12 @@ def test_bytes_follow_the_parameters():
     assert weight_bytes(SWITCH) == 2 * num_parameters(SWITCH)
     assert weight_bytes(SWITCH, bytes_per_parameter=4) == 4 * num_parameters(SWITCH)
     assert training_bytes(SWITCH) == 16 * num_parameters(SWITCH)
+
+
+PUBLISHED = {name: spec["published"] for name, spec in _presets().items() if "published" in spec}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_size_is_counted_as_published(name):
+    counted = [count(load_preset(name)) / 1e9 for count in (num_parameters, num_active_parameters)]
+    assert counted == pytest.approx(PUBLISHED[name], abs=0.011)  # billions, rounded to two digits

@@ -1,0 +1,21 @@
+"""The families whose published weights load here and whose models, trained here, load elsewhere."""
+
+from moe_zoo.models.families import (
+    deepseek_v2,
+    deepseek_v3,
+    dots1,
+    glm4_moe,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
+from moe_zoo.models.families.base import Family, Rule
+
+FAMILIES = {
+    module.FAMILY.model_type: module.FAMILY
+    for module in (deepseek_v2, deepseek_v3, dots1, glm4_moe, minimax_m2, mixtral, olmoe, qwen2_moe, qwen3_moe)
+}
+
+__all__ = ["FAMILIES", "Family", "Rule"]
