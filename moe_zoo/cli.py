@@ -15,6 +15,7 @@ import typer
 from data_pipelines.errors import DataError
 from moe_zoo.comm.launch import check_world, destroy, leave, read_world
 from moe_zoo.comm.processes import die_with_launcher, start_processes, tune_allocator
+from moe_zoo.spec.engine import engine_name
 from moe_zoo.spec.errors import MoeZooError, PlanError
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe_file import load_recipe, recipe_schema
@@ -60,9 +61,9 @@ def train(recipe: RecipePath, overrides: Overrides = None, processes: Processes 
     if processes and world.launcher != "none":
         raise PlanError(f"--processes: {processes}; {world.launcher} started the processes already; leave it out")
     if processes and processes > 1:
-        resolve_layout(
-            loaded, processes, ranks_per_domain(loaded, processes)
-        )  # a recipe that does not fit starts no process
+        # A recipe that does not fit starts no process.
+        engine_name(loaded)
+        resolve_layout(loaded, processes, ranks_per_domain(loaded, processes))
         raise typer.Exit(start_processes(processes, ["-m", "moe_zoo", "train", str(recipe), *(overrides or ())]))
     check_world(world, loaded.expect.world if loaded.expect else None)
     if world.launcher != "none":

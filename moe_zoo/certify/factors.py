@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from moe_zoo.certify.problem import layout_of
 from moe_zoo.certify.twin import Changes, changed
-from moe_zoo.engines import engine_name
+from moe_zoo.spec.engine import engine_name
 from moe_zoo.spec.errors import MoeZooError, RecipeError, did_you_mean
 from moe_zoo.spec.recipe import Parallel, Recipe
 

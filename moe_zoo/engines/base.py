@@ -124,13 +124,24 @@ class Engine(abc.ABC):
         """fp32 logits after the last position of one row, (vocab,), on every rank. Collective."""
         self.module.eval()
         num_tokens = rows.input_ids.shape[1]
-        logits = self.logits(padded(rows, self.split.granule))
+        with self._padded_to(num_tokens):
+            logits = self.logits(padded(rows, self.split.granule))
         last = torch.zeros(self.recipe.model.vocab_size, device=self.mesh.device)
         if logits is not None:
             whole = gather(gather(logits, 2, self.mesh.tp_group), 1, self.mesh.cp_group)
             in_order = self.split.order(whole.shape[1], whole.device).argsort()
             last.copy_(whole[0, in_order[num_tokens - 1]])
         return last if self.pipeline is None else self.pipeline.from_last_stage(last)
+
+    @contextlib.contextmanager
+    def _padded_to(self, num_tokens: int) -> Iterator[None]:
+        """Rows have so many tokens; what is behind them takes no expert's capacity."""
+        splits = [router.rows for router in self.routers if isinstance(router.rows, RowSplit)]
+        for split in splits:
+            split.num_tokens = num_tokens
+        yield
+        for split in splits:
+            split.num_tokens = None
 
     def logits(self, rows: PackedRows) -> Tensor | None:
         """This rank's part of the logits of whole rows; None on the ranks that do not hold the last stage."""

@@ -8,7 +8,6 @@ across them are ours.
 
 import contextlib
 import math
-import os
 import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -329,8 +328,6 @@ class DeepSpeedEngine(Engine):
 def _check_nvme(folder: str | None) -> None:
     if folder is None:
         return
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PlanError(f"parallel.nvme: {folder}; must be a folder that this process may write to; make it")
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise PlanError(
             f"parallel.nvme: {folder}; DeepSpeed's async_io needs a C++ compiler and libaio with its headers; install "

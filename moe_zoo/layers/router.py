@@ -126,7 +126,7 @@ class TopKRouter(nn.Module):
         experts_BSK = experts_TK.unflatten(0, (num_rows, -1))
         whole_BSK, own_S = self._whole_and_own(experts_BSK)
         capacity = expert_capacity(factor, whole_BSK.shape[1], self.top_k, self.num_experts)
-        kept_BSK = within_capacity(whole_BSK, self.num_experts, capacity)[:, own_S]
+        kept_BSK = _own_part(within_capacity(whole_BSK, self.num_experts, capacity), own_S)
         num_places = num_rows * min(capacity, len(own_S))  # a token chooses an expert once; all choices may lie here
         return experts_TK.where(kept_BSK.flatten(0, 1), self.num_experts), num_places
 
@@ -135,7 +135,7 @@ class TopKRouter(nn.Module):
         whole_BSE, own_S = self._whole_and_own(scores_BSE)
         factor = self._capacity_factor() or self.capacity_factor or 1.0  # without a limit nothing would be chosen
         capacity = expert_capacity(factor, whole_BSE.shape[1], self.top_k, self.num_experts)
-        taken_BSE = take_tokens(whole_BSE, capacity)[:, own_S]
+        taken_BSE = _own_part(take_tokens(whole_BSE, capacity), own_S)
         own_capacity = min(capacity, len(own_S))
         slots = taken_slots(scores_BSE, taken_BSE, own_capacity, normalize=self.normalize, scale=self.scale)
         dropped_B = self.top_k * (~taken_BSE.any(-1)).sum(1)
@@ -150,6 +150,12 @@ class TopKRouter(nn.Module):
     def _whole_and_own(self, x_BS: Tensor) -> tuple[Tensor, Tensor]:
         """The same of whole rows, and where the own part lies in them, (S,)."""
         return self.rows.gathered(x_BS), self.rows.places(x_BS.shape[1], x_BS.device)
+
+
+def _own_part(decided_BS: Tensor, own_S: Tensor) -> Tensor:
+    """What was decided of whole rows, for the own places; what lies behind a row is padding, and nobody takes it."""
+    is_real_S = own_S < decided_BS.shape[1]
+    return decided_BS[:, own_S.clamp_max(decided_BS.shape[1] - 1)] & is_real_S[:, None]
 
 
 def _stats(logits_TE: Tensor, probs_TE: Tensor, counts_BE: Tensor, dropped_B: Tensor) -> RouterStats:

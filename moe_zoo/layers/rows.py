@@ -17,7 +17,7 @@ class RowShare(Protocol):
         ...
 
     def gathered(self, x_BS: Tensor) -> Tensor:
-        """(B, S, ...) of this rank -> the same of the whole row, in row order. No gradient."""
+        """(B, S, ...) of this rank -> the same of the whole row, in row order, without padding. No gradient."""
         ...
 
 

@@ -31,7 +31,7 @@ def unpack_rows(tokens: Tensor, bos_id: int) -> PackedRows:
 
 
 def padded(rows: PackedRows, multiple: int) -> PackedRows:
-    """Causal rows of one document, longer by as many positions as make them a multiple; nothing asks for those."""
+    """Causal rows of one document, longer by as many positions as make them a multiple; no token before sees those."""
     assert rows.mask is None
     missing = -rows.input_ids.shape[1] % multiple
     positions = torch.arange(rows.input_ids.shape[1] + missing, device=rows.input_ids.device)

@@ -31,6 +31,7 @@ class RowSplit:
         self.mesh = mesh
         self.num_chunks = (2 if method == "gather" else 1) * mesh.cp if mesh.cp > 1 else 1
         self.keeps_whole_mask = method == "ulysses"
+        self.num_tokens: int | None = None  # of a row that is padded to the granule; None: rows are full
 
     @property
     def granule(self) -> int:
@@ -55,9 +56,9 @@ class RowSplit:
         return columns.chunk(self.mesh.tp)[self.mesh.tp_rank]
 
     def gathered(self, x_BS: Tensor) -> Tensor:
-        """Of the whole rows, in row order. No gradient."""
+        """Of the whole rows, in row order, without padding. No gradient."""
         whole = gather(x_BS.detach(), 1, self.mesh.seq_group)
-        return whole[:, self.order(whole.shape[1], x_BS.device).argsort()]
+        return whole[:, self.order(whole.shape[1], x_BS.device).argsort()[: self.num_tokens]]
 
     def own_view(self, positions_BS: Tensor) -> tuple[Tensor, Tensor | None]:
         """(positions, mask) of this rank's queries, from the positions of whole rows."""

@@ -212,7 +212,7 @@ def _ep_nodes(recipe: Recipe, ranks: int, ranks_per_node: int) -> int:
     if nodes < 2 or rest or ranks_per_node % recipe.parallel.etp or recipe.model.num_experts % nodes:
         raise PlanError(
             f"parallel.dispatch: hierarchical; wants parallel.ep * parallel.etp = {ranks} to fill two or more nodes of "
-            f"{ranks_per_node} ranks, experts whole in a node and equally many in each; try exact"
+            f"{ranks_per_node} ranks, experts whole in a node and equally many in each; try exact, or set parallel.ep"
         )
     return nodes
 

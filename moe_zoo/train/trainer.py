@@ -9,9 +9,10 @@ from data_pipelines import DataError
 from moe_zoo.comm.agree import first_rank_decides, raise_everywhere
 from moe_zoo.comm.launch import World, init_process_group
 from moe_zoo.comm.mesh import Mesh
-from moe_zoo.engines import MicroBatch, engine_name, make_engine
+from moe_zoo.engines import MicroBatch, make_engine
 from moe_zoo.parallel.build import build_model
 from moe_zoo.spec.accounting import num_active_parameters, num_parameters, training_flops_per_token
+from moe_zoo.spec.engine import engine_name
 from moe_zoo.spec.errors import MoeZooError
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Recipe
@@ -36,13 +37,15 @@ def train(recipe: Recipe, world: World) -> Path:
     engine_name(recipe)  # refuse what cannot be before anything starts
     device = init_process_group(world, TIMEOUT_S)
     with ExitStack() as cleanup:
-        run = Run(recipe, Mesh(layout, device, TIMEOUT_S), cleanup)
-        if layout.world > 1:
-            run.display.say(describe(layout, domain))
+        run: Run | None = None
         try:
+            run = Run(recipe, Mesh(layout, device, TIMEOUT_S), cleanup)
+            if layout.world > 1:
+                run.display.say(describe(layout, domain))
             return run.to_end()
         except RuntimeError as error:
-            line = waits_for_a_peer(error, world.rank, run.step + 1, run.engine.position)
+            where = f"step {run.step + 1}, {run.engine.position.place}" if run else "the start of the run"
+            line = waits_for_a_peer(error, world.rank, where)
             if line is None:
                 raise
             raise MoeZooError(line) from None

@@ -17,13 +17,13 @@ from moe_zoo.parallel.position import Position
 SPEAK_AT = 0.9  # of the collectives' timeout, before NCCL ends the process
 
 
-def waits_for_a_peer(error: RuntimeError, rank: int, step: int, position: Position) -> str | None:
+def waits_for_a_peer(error: RuntimeError, rank: int, where: str) -> str | None:
     """The line to end with when a collective failed for want of another rank; None if the error is of another kind."""
     if (what := lost_peer(error)) is None:
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return (
-        f"train: rank {rank} waits in step {step}, {position.place}, {collective(frames)}, for another rank, which {what}; "
+        f"train: rank {rank} waits in {where}, {collective(frames)}, for another rank, which {what}; "
         f"its own message, or the log of what killed it, says why; the same command goes on from the last checkpoint"
     )
 

@@ -32,7 +32,7 @@ def line_of_a_rank_that_waits(parallel: dict) -> str | None:
     try:
         engine.backward(own_rows(recipe, mesh, step=0))
     except RuntimeError as error:
-        return waits_for_a_peer(error, dist.get_rank(), 1, engine.position)
+        return waits_for_a_peer(error, dist.get_rank(), f"step 1, {engine.position.place}")
 
 
 @pytest.mark.parametrize(

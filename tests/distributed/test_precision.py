@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from moe_zoo.comm.mesh import Mesh
-from moe_zoo.engines import engine_name, make_engine
+from moe_zoo.engines import make_engine
 from moe_zoo.parallel.build import build_model
+from moe_zoo.spec.engine import engine_name
 from moe_zoo.spec.errors import PlanError
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Recipe

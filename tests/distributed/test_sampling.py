@@ -2,11 +2,17 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from moe_zoo.comm.mesh import Mesh
+from moe_zoo.engines import make_engine
+from moe_zoo.parallel.build import build_model
+from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.testing import run_distributed
-from moe_zoo.train.sampling import sample
+from moe_zoo.train.sampling import _rows, sample
+from tests.distributed.test_layout_law import split_recipe
 
 
 def likes_its_rank(rows) -> torch.Tensor:
@@ -24,3 +30,36 @@ def text_of_this_rank() -> list[int]:
 
 def test_ranks_whose_logits_differ_write_the_same_text_and_end_together():
     assert run_distributed(text_of_this_rank) == [[3] * 5] * 2
+
+
+# ---------------------------------------------------------------------- a prefix that the ranks cannot share evenly
+
+PREFIXES = (1, 5, 11)
+ROUTERS = [
+    {},
+    {"capacity_factor": 1.0, "eval_capacity_factor": 1.0},
+    {"choice": "expert"},
+]
+
+
+def logits_after(recipe) -> list[torch.Tensor]:
+    """On a rank: logits after prefixes of several lengths."""
+    world = torch.distributed.get_world_size()
+    mesh = Mesh(resolve_layout(recipe, world, world), torch.device("cpu"))
+    engine = make_engine(build_model(recipe, mesh, 3), mesh, recipe)
+    return [engine.next_token_logits(_rows(torch.arange(2, 2 + length)[None])) for length in PREFIXES]
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=["dropless", "capacity", "experts choose"])
+def test_what_pads_a_prefix_takes_no_capacity_from_it(router):
+    router = {"num_experts": 8, "top_k": 2} | router
+    found = [
+        run_distributed(
+            logits_after,
+            split_recipe("fsdp", **axes, model__moe__router=router, balance={"method": "none"}),
+            world_size=ranks,
+        )[0]
+        for axes, ranks in (({}, 1), ({"parallel__tp": 2, "parallel__cp": 2}, 4))
+    ]
+    for alone, spread in zip(*found, strict=True):
+        torch.testing.assert_close(spread, alone, rtol=0, atol=1e-5)

@@ -56,7 +56,7 @@ def test_auto_ep_of_a_dense_model_is_one():
             {"parallel": {"dispatch": "hierarchical"}},
             2,
             "parallel.dispatch: hierarchical; wants parallel.ep * parallel.etp = 2 to fill two or more nodes of 2 ranks, "
-            "experts whole in a node and equally many in each; try exact",
+            "experts whole in a node and equally many in each; try exact, or set parallel.ep",
         ),
         (
             {"ep": 2, "model": preset_values("switch-lm-test") | {"moe": None}},
