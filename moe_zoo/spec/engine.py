@@ -57,5 +57,10 @@ def _offload_problems(recipe: Recipe, name: str) -> Iterator[str]:
             f"parallel.nvme: {nvme}; gradients on a disk cannot be summed across pods or with the other end of a tied "
             f"pipeline; set parallel.nvme to null"
         )
+    if nvme and recipe.precision.compute == "bf16":
+        yield (
+            f"parallel.nvme: {nvme}; DeepSpeed makes its master weights of rounded ones, which cannot be put right on a disk; "
+            f"set precision.compute to fp32, or parallel.nvme to null"
+        )
     if nvme and not os.access(nvme, os.W_OK | os.X_OK):
         yield f"parallel.nvme: {nvme}; must be a folder on this machine that a process may write to; make it"

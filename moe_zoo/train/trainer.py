@@ -13,7 +13,7 @@ from moe_zoo.engines import MicroBatch, make_engine
 from moe_zoo.parallel.build import build_model
 from moe_zoo.spec.accounting import num_active_parameters, num_parameters, training_flops_per_token
 from moe_zoo.spec.engine import engine_name
-from moe_zoo.spec.errors import MoeZooError
+from moe_zoo.spec.errors import MoeZooError, PlanError
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.spec.recipe import Recipe
 from moe_zoo.spec.topology import describe, ranks_per_domain
@@ -58,6 +58,11 @@ class Run:
         self.recipe, self.mesh, self.folder = recipe, mesh, RunFolder(recipe)
         self.folder.claim(cleanup)
         checkpoint = self.folder.find_checkpoint()
+        if checkpoint and recipe.parallel.nvme:
+            raise PlanError(
+                f"parallel.nvme: {recipe.parallel.nvme}; DeepSpeed does not take moments back onto a disk; resume with "
+                f"parallel.nvme=null, which takes the same steps in host memory"
+            )
         self.step = checkpoint.step if checkpoint else 0
         self.feed = self._open_feed(checkpoint, cleanup)
         self.engine = make_engine(build_model(recipe, mesh, recipe.train.seed), mesh, recipe)
