@@ -298,9 +298,12 @@ class DeepSpeedEngine(Engine):
 
     def _zero3_shard(self, piece: Piece) -> Shard:
         param = self.named[piece.name]
-        tensors = {"weight": safe_get_local_fp32_param(param)}
-        tensors |= {key: safe_get_local_optimizer_state(param, key) for key in MOMENTS}
-        return Shard(piece.name, piece.start, {key: values.view(-1)[: piece.length] for key, values in tensors.items()})
+        tensors = {}
+        for key in STATE_KEYS:
+            values = safe_get_local_fp32_param(param) if key == "weight" else safe_get_local_optimizer_state(param, key)
+            # What comes from a disk lies in a buffer that the next read fills again.
+            tensors[key] = (values.clone() if self.recipe.parallel.nvme else values).view(-1)[: piece.length]
+        return Shard(piece.name, piece.start, tensors)
 
     def _load_zero3(self, fetch: FetchState, num_steps: int) -> None:
         self._make_moments(num_steps)
