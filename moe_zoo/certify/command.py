@@ -12,12 +12,16 @@ from moe_zoo.certify.display import Display, markdown_table, print_certificate
 from moe_zoo.certify.run import certify
 from moe_zoo.spec.errors import RecipeError
 from moe_zoo.spec.recipe import Recipe
+from moe_zoo.spec.topology import ranks_per_domain
 
 LOG = "ranks.log"  # what the ranks print
 
 
 def run(recipe: Recipe, ranks: int, factors: str | None, out: Path, as_json: bool) -> Certificate:
     """Make, print and keep a certificate."""
+    ranks_per_domain(
+        recipe, ranks
+    )  # the twin has nodes of its own, but a cluster file that cannot be read is a mistake
     names = None if factors is None else factors.split(",")
     _make_folder(out)
     torch.set_num_threads(1)  # the ranks need the cores
