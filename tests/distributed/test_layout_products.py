@@ -92,9 +92,4 @@ def test_a_product_of_degrees(world, degrees, seed):
         resolve_layout(recipe, world, world)
     except PlanError as refused:
         pytest.skip(str(refused))  # ulysses or a schedule that seed 0 did not draw
-    router = recipe.model.moe.router
-    check(
-        recipe,
-        world_size=world,
-        starved=router.score == "softmax" and router.choice == "token" and router.num_groups == 1,
-    )
+    check(recipe, world_size=world, starved=False, has_idle=False)
