@@ -7,7 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_zoo.models.families import FAMILIES
-from moe_zoo.models.upstream import UpstreamWeights, WeightFiles, load_upstream
+from moe_zoo.models.mapping import UpstreamWeights
+from moe_zoo.models.upstream import load_upstream
+from moe_zoo.models.weight_files import WeightFiles
 
 SMALL = {
     "vocab_size": 48,
