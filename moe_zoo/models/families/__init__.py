@@ -18,4 +18,6 @@ FAMILIES = {
     for module in (deepseek_v2, deepseek_v3, dots1, glm4_moe, minimax_m2, mixtral, olmoe, qwen2_moe, qwen3_moe)
 }
 
-__all__ = ["FAMILIES", "Family", "Rule"]
+ALIASES = {"kimi_k2": "deepseek_v3"}  # model_type of a published config.json -> family
+
+__all__ = ["ALIASES", "FAMILIES", "Family", "Rule"]
