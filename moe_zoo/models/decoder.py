@@ -48,7 +48,7 @@ class SparseDecoder(nn.Module):
         self.embed = nn.Embedding(arch.vocab_size, arch.d_model) if is_first else None
         self.layers = nn.ModuleDict({str(layer): make_block(arch, layer) for layer in blocks})
         self.norm = make_norm(arch.norm, arch.d_model, arch.norm_eps) if is_last else None
-        self.head = nn.Linear(arch.d_model, arch.vocab_size, bias=False) if is_last else None
+        self.head = nn.Linear(arch.d_model, arch.vocab_size, bias=arch.head_bias) if is_last else None
         if arch.tie_embeddings and is_first and is_last:
             self.head.weight = self.embed.weight
 
@@ -75,7 +75,8 @@ class SparseDecoder(nn.Module):
         stacked = RouterStats(*map(torch.stack, zip(*stats, strict=True))) if stats else None
         if self.head is None:
             return DecoderOutput(hidden, stacked)
-        return DecoderOutput(_times(arch.logit_scale, self.head(self.norm(hidden))), stacked)
+        logits = self.head(self.norm(hidden))
+        return DecoderOutput(logits if arch.logit_divisor == 1.0 else logits / arch.logit_divisor, stacked)
 
     def _angles(self, positions: Tensor) -> dict[AttentionSpec | LatentAttentionSpec, tuple[Tensor, Tensor]]:
         """Of each kind of attention, computed once where kinds rotate alike."""

@@ -85,7 +85,7 @@ def split_tensors(model: SparseDecoder, mesh: Mesh) -> Slices:
     vocabulary = Cut(0, mesh.tp, mesh.tp_rank)
     if model.head is not None:
         _gather_before(model.head, mesh)
-        slices["head.weight"] = ("tp", (vocabulary,))
+        slices["head.weight"] = slices["head.bias"] = ("tp", (vocabulary,))
     if model.embed is not None:
         is_tied = model.head is not None and model.head.weight is model.embed.weight
         model.embed = VocabularySlice(model.embed, mesh)

@@ -99,7 +99,9 @@ def _end_sizes(architecture: Architecture, layout: ParallelLayout, blocks: list[
     is_last = architecture.num_layers - 1 in blocks
     tied = architecture.tie_embeddings and layout.pp == 1
     norm = architecture.d_model if architecture.norm == "rmsnorm" else 2 * architecture.d_model
-    return Counter({"tp": vocabulary * (0 in blocks) + vocabulary * (is_last and not tied), "stage": norm * is_last})
+    bias = architecture.head_bias * architecture.vocab_size // layout.tp * is_last
+    ends = vocabulary * (0 in blocks) + vocabulary * (is_last and not tied)
+    return Counter({"tp": ends + bias, "stage": norm * is_last})
 
 
 def _gathers(recipe: Recipe, engine: str) -> tuple[int, int]:

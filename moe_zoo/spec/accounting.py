@@ -21,7 +21,7 @@ class Parameters(NamedTuple):
     router: int  # E D per sparse layer
     experts: int  # all of them
     shared: int
-    head: int  # V D; 0 where tied to the embedding
+    head: int  # V D, or 0 where tied to the embedding, and its bias
 
     @property
     def total(self) -> int:
@@ -42,7 +42,7 @@ def parameters(architecture: Architecture) -> Parameters:
         router=num_sparse * moe.router.num_experts * (D + moe.router.bias) if moe else 0,
         experts=num_sparse * moe.router.num_experts * _ffn(moe.experts, D) if moe else 0,
         shared=num_sparse * (_ffn(moe.shared, D) + D * moe.shared_gate) if moe and moe.shared else 0,
-        head=0 if architecture.tie_embeddings else vocabulary,
+        head=(0 if architecture.tie_embeddings else vocabulary) + architecture.head_bias * architecture.vocab_size,
     )
 
 

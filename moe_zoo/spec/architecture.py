@@ -289,9 +289,10 @@ class Architecture:
     moe: MoESpec | None = None
     local_attention: AttentionSpec | None = None  # of the blocks ``local_layers``
     local_layers: tuple[int, ...] = ()
-    embedding_scale: float = 1.0  # multiplies what is looked up, what a layer adds, and the logits (Granite)
-    residual_scale: float = 1.0
-    logit_scale: float = 1.0
+    embedding_scale: float = 1.0  # multiplies what is looked up (Granite)
+    residual_scale: float = 1.0  # multiplies what attention and feed-forward add
+    logit_divisor: float = 1.0
+    head_bias: bool = False
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
@@ -301,7 +302,7 @@ class Architecture:
 
     def __post_init__(self) -> None:
         _positive(self, "vocab_size", "d_model", "num_layers", "norm_eps", "init_std")
-        _positive(self, "embedding_scale", "residual_scale", "logit_scale")
+        _positive(self, "embedding_scale", "residual_scale", "logit_divisor")
         _one_of(self, "norm", ("rmsnorm", "layernorm"))
         self._check_local_layers()
         if self.moe and not self.sparse_layers:

@@ -69,4 +69,3 @@ def test_what_only_training_needs_may_differ(folders):
     root, whole = folders
     values = whole.model.architecture.to_dict() | {"init_std": 0.5}
     check_source(Source(root / "ours"), make_recipe(model=values, balance__method="bias").model)
-

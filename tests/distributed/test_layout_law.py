@@ -157,7 +157,8 @@ GPT_OSS = {
     },
     "model__embedding_scale": 1.5,
     "model__residual_scale": 0.7,
-    "model__logit_scale": 0.9,
+    "model__logit_divisor": 0.9,
+    "model__head_bias": True,
 }
 
 

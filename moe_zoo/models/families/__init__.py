@@ -5,6 +5,7 @@ from moe_zoo.models.families import (
     deepseek_v3,
     dots1,
     glm4_moe,
+    gpt_oss,
     minimax_m2,
     mixtral,
     olmoe,
@@ -13,10 +14,19 @@ from moe_zoo.models.families import (
 )
 from moe_zoo.models.families.base import Family, Rule
 
-FAMILIES = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (deepseek_v2, deepseek_v3, dots1, glm4_moe, minimax_m2, mixtral, olmoe, qwen2_moe, qwen3_moe)
-}
+MODULES = (
+    deepseek_v2,
+    deepseek_v3,
+    dots1,
+    glm4_moe,
+    gpt_oss,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
+FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in MODULES}
 
 ALIASES = {"kimi_k2": "deepseek_v3"}  # model_type of a published config.json -> family
 
