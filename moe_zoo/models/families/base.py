@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from moe_zoo.spec.architecture import (
     Architecture,
@@ -62,6 +62,10 @@ class Family:
     write: Callable[[Architecture], dict[str, Any]]  # the numbers that an Architecture holds, by their names there
     rules: tuple[Rule, ...]
     more_rules: Callable[[Architecture], tuple[Rule, ...]] = lambda _: ()  # those that depend on the numbers
+
+    def make_config(self, values: dict[str, Any]) -> PretrainedConfig:
+        """The configuration that ``config.json`` holds; a family that transformers has not is read as it stands."""
+        return AutoConfig.for_model(self.model_type, **values)
 
     def rules_of(self, architecture: Architecture) -> tuple[Rule, ...]:
         """All of them, for a model of these numbers."""
