@@ -36,7 +36,50 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GRANITE = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 6,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 6.0,
+}
+ERNIE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 12}
+MIMO = DEEPSEEK | {
+    "v_head_dim": 6,
+    "head_dim": 12,
+    "num_attention_heads": 8,
+    "sliding_window": 5,
+    "n_shared_experts": None,
+}
 CASES = {
+    "granitemoe": [
+        GRANITE,
+        GRANITE
+        | {"attention_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN, "residual_multiplier": 1},
+    ],
+    "granitemoeshared": [GRANITE | {"shared_intermediate_size": 14}, GRANITE | {"num_key_value_heads": 1}],
+    "ernie4_5_moe": [
+        ERNIE,
+        ERNIE | {"use_bias": True, "moe_num_shared_experts": 1, "tie_word_embeddings": False},
+        ERNIE
+        | {"num_hidden_layers": 6, "moe_layer_interval": 2, "moe_layer_end_index": 4, "moe_num_shared_experts": 0},
+    ],
+    "mimo_v2_flash": [
+        MIMO,
+        MIMO
+        | {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "attention_value_scale": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.34},
+            },
+        },
+    ],
     "gpt_oss": [
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 1.5},
         {"num_local_experts": 4, "num_experts_per_tok": 3, "rope_parameters": YARN | {"truncate": False}}
