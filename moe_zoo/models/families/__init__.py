@@ -1,6 +1,9 @@
 """The families whose published weights load here and whose models, trained here, load elsewhere."""
 
+from dataclasses import replace
+
 from moe_zoo.models.families import (
+    bailing_moe,
     deepseek_v2,
     deepseek_v3,
     dots1,
@@ -19,6 +22,7 @@ from moe_zoo.models.families import (
 from moe_zoo.models.families.base import Family, Rule
 
 MODULES = (
+    bailing_moe,
     deepseek_v2,
     deepseek_v3,
     dots1,
@@ -35,6 +39,7 @@ MODULES = (
     qwen3_moe,
 )
 FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in MODULES}
+FAMILIES["bailing_moe_v2"] = replace(bailing_moe.FAMILY, model_type="bailing_moe_v2")  # the same under another name
 
 ALIASES = {"kimi_k2": "deepseek_v3"}  # model_type of a published config.json -> family
 

@@ -62,10 +62,14 @@ class Family:
     write: Callable[[Architecture], dict[str, Any]]  # the numbers that an Architecture holds, by their names there
     rules: tuple[Rule, ...]
     more_rules: Callable[[Architecture], tuple[Rule, ...]] = lambda _: ()  # those that depend on the numbers
+    is_in_transformers: bool = True
 
     def make_config(self, values: dict[str, Any]) -> PretrainedConfig:
         """The configuration that ``config.json`` holds; a family that transformers has not is read as it stands."""
-        return AutoConfig.for_model(self.model_type, **values)
+        if self.is_in_transformers:
+            return AutoConfig.for_model(self.model_type, **values)
+        kind = type("PlainConfig", (PretrainedConfig,), {"model_type": self.model_type})
+        return kind(**values)
 
     def rules_of(self, architecture: Architecture) -> tuple[Rule, ...]:
         """All of them, for a model of these numbers."""

@@ -3,9 +3,15 @@
 And its tiny model takes the steps of one process in every layout.
 """
 
-import pytest
+import json
+import re
+from pathlib import Path
 
-from moe_zoo.testing.conformance import check_layouts, make_reference, parity
+import pytest
+import torch
+
+import moe_zoo
+from moe_zoo.testing.conformance import SMALL, Reference, check_layouts, make_reference, parity, write_renamed
 
 QWEN = {"moe_intermediate_size": 12, "num_experts": 5, "num_experts_per_tok": 2}
 DEEPSEEK = {
@@ -153,6 +159,82 @@ def theirs(model_type: str, values: dict):
     return make_reference(model_type, values).model
 
 
+LING = {
+    "architectures": ["BailingMoeV2ForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_bailing_moe_v2.BailingMoeV2ForCausalLM"},
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 6e5,
+    "rope_scaling": None,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "use_qkv_bias": False,
+    "use_bias": False,
+    "score_function": "sigmoid",
+    "moe_intermediate_size": 12,
+    "num_experts": 8,
+    "num_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+LING_CASES = {"bailing_moe": [LING], "bailing_moe_v2": [LING | {"use_qkv_bias": True, "use_qk_norm": False}]}
+
+
+def glm_as_ling(model_type: str, values: dict) -> Reference:
+    """transformers has no Ling: GLM-4.5 computes the same, its weights get Ling's names."""
+    values = SMALL | values
+    same = SMALL.keys() | DEEPSEEK.keys() | {"rms_norm_eps", "use_qk_norm"}
+    there = {key: value for key, value in values.items() if key in same} | {
+        "n_routed_experts": values["num_experts"],
+        "n_shared_experts": values["num_shared_experts"],
+        "attention_bias": values["use_qkv_bias"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 6e5, "partial_rotary_factor": 0.5},
+    }
+    model = make_reference("glm4_moe", there).model
+
+    def write(folder: Path) -> None:
+        write_renamed(model, folder, ling_names)
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type} | values))
+
+    return Reference(model, write, is_in_transformers=False)
+
+
+def ling_names(tensors: dict) -> dict:
+    renamed = {}
+    for name, values in tensors.items():
+        if match := re.fullmatch(r"(.*)self_attn.q_proj.(weight|bias)", name):
+            before, part = match.groups()
+            parts = [tensors[f"{before}self_attn.{one}_proj.{part}"] for one in "qkv"]
+            renamed[f"{before}attention.query_key_value.{part}"] = torch.cat(parts)
+        elif not re.search("[kv]_proj", name):
+            for theirs, ours in (
+                ("embed_tokens", "word_embeddings"),
+                ("self_attn.o_proj", "attention.dense"),
+                ("self_attn.q_norm", "attention.query_layernorm"),
+                ("self_attn.k_norm", "attention.key_layernorm"),
+                ("e_score_correction_bias", "expert_bias"),
+            ):
+                name = name.replace(theirs, ours)
+            renamed[name] = values
+    return renamed
+
+
+test_parity_of_ling = parity(LING_CASES, glm_as_ling)
+
+
+def test_the_code_of_a_family_that_transformers_has_not_stays_known(tmp_path):
+    glm_as_ling("bailing_moe", LING).write(tmp_path / "theirs")
+    moe_zoo.load(tmp_path / "theirs").save_pretrained(tmp_path / "ours")
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "ours"))
+    assert {key: after[key] for key in before if key != "rope_scaling"} == {
+        k: v for k, v in before.items() if k != "rope_scaling"
+    }
+
+
 @pytest.mark.parametrize(
     ("model_type", "parallel"), [("gpt_oss", {"tp": 2, "cp": 2}), ("qwen3_moe", {"tp": 2, "ep": 2})]
 )
@@ -161,6 +243,8 @@ def test_a_combined_layout(model_type, parallel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", CASES)
+@pytest.mark.parametrize("model_type", [*CASES, "bailing_moe"])
 def test_every_layout(model_type):
-    check_layouts(model_type, CASES[model_type][0], ["zero", "engine", "recompute", "ep", "pp", "tp", "cp", "etp"])
+    check_layouts(
+        model_type, (CASES | LING_CASES)[model_type][0], ["zero", "engine", "recompute", "ep", "pp", "tp", "cp", "etp"]
+    )
