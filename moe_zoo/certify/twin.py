@@ -102,7 +102,7 @@ def _attention_sizes(spec: AttentionSpec | LatentAttentionSpec) -> dict[str, int
         sizes = {"num_heads": HEADS, "kv_rank": 6, "nope_dim": 4, "rope_dim": 4, "value_dim": 6}
         return sizes | ({"query_rank": 7} if spec.query_rank else {})
     sizes = {"num_heads": HEADS, "num_kv_heads": max(1, HEADS * spec.num_kv_heads // spec.num_heads), "head_dim": 8}
-    part = {"window": 5, "value_dim": 6, "rotary_dim": 4}
+    part = {"window": 5, "chunk": 5, "value_dim": 6, "rotary_dim": 4, "temperature_floor": 4}
     return sizes | {key: min(value, getattr(spec, key)) for key, value in part.items() if getattr(spec, key)}
 
 
