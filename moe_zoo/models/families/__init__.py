@@ -12,11 +12,12 @@ from moe_zoo.models.families import (
     qwen3_moe,
 )
 from moe_zoo.models.families.base import Family, Rule
+from moe_zoo.models.families.dense import DENSE
 
 FAMILIES = {
     module.FAMILY.model_type: module.FAMILY
     for module in (deepseek_v2, deepseek_v3, dots1, glm4_moe, minimax_m2, mixtral, olmoe, qwen2_moe, qwen3_moe)
-}
+} | {family.model_type: family for family in DENSE}
 
 ALIASES = {"kimi_k2": "deepseek_v3"}  # model_type of a published config.json -> family
 

@@ -90,6 +90,12 @@ CASES = {
         },
     ],
 }
+CASES |= {
+    "llama": [{}, {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "num_key_value_heads": 6}],
+    "mistral": [{"sliding_window": None}],
+    "qwen2": [{"num_attention_heads": 3, "num_key_value_heads": 3}],
+    "qwen3": [{"tie_word_embeddings": True}],
+}
 PARAMS = [
     pytest.param(family, case, id=f"{family}-{n}") for family, cases in CASES.items() for n, case in enumerate(cases)
 ]
