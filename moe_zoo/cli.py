@@ -167,11 +167,14 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
     output: Annotated[Path, typer.Argument(help="A folder for config.json, weights and tokenizer.")],
     tokenizer: Annotated[Path | None, typer.Option(help="Its folder, where it is no longer the recipe's.")] = None,
+    family: Annotated[
+        str, typer.Option("--format", help="auto: a family of transformers if one fits; moe_zoo: ours, with its code.")
+    ] = "auto",
 ) -> None:
-    """Write a run's newest checkpoint as a folder that transformers loads."""
+    """Write a run's newest checkpoint as a folder that transformers loads; vLLM and SGLang too, where a family fits."""
     from moe_zoo.train.export import export_checkpoint
 
-    print(export_checkpoint(run, output, tokenizer))
+    print(export_checkpoint(run, output, tokenizer, family))
 
 
 @app.command(epilog="Example: moe-zoo schema > docs/recipe.schema.json")

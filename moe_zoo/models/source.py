@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -104,11 +105,22 @@ def check_source(source: Source, architecture: Architecture) -> None:
 
 def difference(there: Architecture, here: Architecture) -> tuple[str, Any, Any] | None:
     """(key, its two values) of the first number that differs, of those that a trained model still has."""
-    left, right = (_flat(model.to_dict()) for model in (there, here))
+    left, right = (_flat(_without_idle_numbers(model).to_dict()) for model in (there, here))
     for key in sorted(left.keys() | right.keys()):
         if key.split(".")[-1] not in TRAINING_ONLY and not _is_alike(left.get(key), right.get(key)):
             return key, left.get(key), right.get(key)
     return None
+
+
+def _without_idle_numbers(architecture: Architecture) -> Architecture:
+    """Numbers that nothing reads at their usual values: of groups that are one, of dense layers that are none."""
+    moe = architecture.moe
+    if moe is None:
+        return architecture
+    if moe.router.num_groups == 1:
+        moe = replace(moe, router=replace(moe.router, groups_per_token=1, group_score="max"))
+    has_dense = len(architecture.sparse_layers) < architecture.num_layers
+    return replace(architecture, moe=moe, feed_forward=architecture.feed_forward if has_dense else moe.experts)
 
 
 def _flat(values: dict[str, Any], path: str = "") -> dict[str, Any]:

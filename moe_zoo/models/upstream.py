@@ -20,6 +20,7 @@ from moe_zoo.models.source import Source, difference
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import CheckpointError
 
+NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")  # of another family's configuration
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -85,7 +86,7 @@ def family_that_fits(architecture: Architecture) -> str | None:
     """The ``model_type`` under which transformers has a model of these very numbers; None: only we have it."""
     for family in FAMILIES.values():
         try:
-            again = family.read(AutoConfig.for_model(family.model_type, **family.write(architecture)))
+            again = family.read(AutoConfig.for_model(family.model_type, **NO_IDS, **family.write(architecture)))
         except (
             AttributeError,
             TypeError,
