@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from moe_zoo.certify.problem import num_pairs
-from moe_zoo.spec.architecture import RouterSpec
+from moe_zoo.spec.architecture import AttentionSpec, LatentAttentionSpec, RouterSpec
 from moe_zoo.spec.engine import engine_name
 from moe_zoo.spec.recipe import Recipe
 
@@ -20,7 +20,6 @@ TINY: Changes = {
     "model.d_model": 16,
     "model.num_layers": LAYERS,
     "model.init_std": 0.3,  # so that no gradient is lost in rounding
-    "model.attention.head_dim": 8,
     "model.feed_forward.d_ff": 24,
     "model.moe.experts.d_ff": 16,
     "model.moe.shared.d_ff": 8,
@@ -81,15 +80,25 @@ def what_was_shrunk(recipe: Recipe, twin: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def _sizes(recipe: Recipe, ranks: int) -> Changes:
-    attention, moe = recipe.model.attention, recipe.model.moe
-    shared_by = attention.num_heads // attention.num_kv_heads
-    heads = {"num_heads": HEADS, "num_kv_heads": max(1, HEADS // shared_by)}
-    sizes = TINY | {f"model.attention.{key}": value for key, value in heads.items()}
+    moe, sizes = recipe.model.moe, dict(TINY)
+    for key, spec in recipe.model.attentions.items():
+        sizes |= {f"model.{key}.{name}": value for name, value in _attention_sizes(spec).items()}
+    if recipe.model.local_attention:
+        sizes["model.local_layers"] = [i for i in recipe.model.local_layers if i < LAYERS] or [LAYERS - 1]
     if moe is None:
         return sizes
     sparse = {"first_layer": min(moe.first_layer, 1), "every": min(moe.every, 2)}
     sparse["router.num_experts"] = _num_experts(moe.router, ranks)
     return sizes | {f"model.moe.{key}": value for key, value in sparse.items()}
+
+
+def _attention_sizes(spec: AttentionSpec | LatentAttentionSpec) -> dict[str, int]:
+    if isinstance(spec, LatentAttentionSpec):
+        sizes = {"num_heads": HEADS, "kv_rank": 6, "nope_dim": 4, "rope_dim": 4, "value_dim": 6}
+        return sizes | ({"query_rank": 7} if spec.query_rank else {})
+    sizes = {"num_heads": HEADS, "num_kv_heads": max(1, HEADS * spec.num_kv_heads // spec.num_heads), "head_dim": 8}
+    part = {"window": 5, "value_dim": 6, "rotary_dim": 4}
+    return sizes | {key: min(value, getattr(spec, key)) for key, value in part.items() if getattr(spec, key)}
 
 
 def _num_experts(router: RouterSpec, ranks: int) -> int:

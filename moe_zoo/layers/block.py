@@ -8,10 +8,18 @@ from moe_zoo.layers.router import RouterStats
 
 
 class DecoderBlock(nn.Module):
-    """``hidden + attention(norm(hidden))``, then the same with the feed-forward."""
+    """``hidden + scale * attention(norm(hidden))``, then the same with the feed-forward."""
 
-    def __init__(self, attention: nn.Module, feed_forward: nn.Module, attention_norm: nn.Module, ffn_norm: nn.Module):
+    def __init__(
+        self,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        attention_norm: nn.Module,
+        ffn_norm: nn.Module,
+        scale: float = 1.0,
+    ):
         super().__init__()
+        self.scale = scale
         self.attention_norm, self.attention = attention_norm, attention
         self.feed_forward_norm, self.feed_forward = ffn_norm, feed_forward
 
@@ -24,9 +32,12 @@ class DecoderBlock(nn.Module):
         cache: KeyValueCache | None,
     ) -> tuple[Tensor, RouterStats | None]:
         """``hidden`` (batch, seq, d_model) -> same shape; the statistics are None in a dense block."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), angles, mask, cache)
+        hidden = hidden + self._scaled(self.attention(self.attention_norm(hidden), angles, mask, cache))
         normed = self.feed_forward_norm(hidden)
         if not isinstance(self.feed_forward, MoELayer):
-            return hidden + self.feed_forward(normed), None
+            return hidden + self._scaled(self.feed_forward(normed)), None
         update, stats = self.feed_forward(normed, row_seeds)
-        return hidden + update, stats
+        return hidden + self._scaled(update), stats
+
+    def _scaled(self, update: Tensor) -> Tensor:
+        return update if self.scale == 1.0 else update * self.scale

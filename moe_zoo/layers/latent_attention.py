@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
         return self.out(out_BHSd.transpose(1, 2).flatten(2))
 
     def _rotated(self, x_BHSr: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        return rotate(pair_up(x_BHSr) if self.spec.rope_interleaved else x_BHSr, angles)
+        return rotate(pair_up(x_BHSr, self.spec.rope_dim) if self.spec.rope_interleaved else x_BHSr, angles)
 
     @staticmethod
     def _heads(projected: Tensor, width: int) -> Tensor:

@@ -72,6 +72,7 @@ class TopKRouter(nn.Module):
         score: str = "softmax",
         normalize: bool = False,
         scale: float = 1.0,
+        bias: bool = False,
         selection_bias: bool = False,
         jitter: float = 0.0,
         capacity_factor: float | None = None,
@@ -89,8 +90,9 @@ class TopKRouter(nn.Module):
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
         self.limit = GroupLimit(num_groups, groups_per_token, group_score) if num_groups > 1 else None
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
-        bias = torch.zeros(num_experts, dtype=torch.float32) if selection_bias else None
-        self.register_buffer("selection_bias", bias)
+        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
+        moved = torch.zeros(num_experts, dtype=torch.float32) if selection_bias else None
+        self.register_buffer("selection_bias", moved)
 
     def forward(self, hidden_BSD: Tensor, row_seeds: Tensor | None = None) -> Routing:
         """``row_seeds`` (B,) make the jitter of each row; without them there is none."""
@@ -99,7 +101,8 @@ class TopKRouter(nn.Module):
             places = self.rows.places(x_BSD.shape[1], x_BSD.device)
             noise_BSD = uniform_noise(row_seeds, places, x_BSD.shape[2], salt=self.layer)
             x_BSD = x_BSD * (1 - self.jitter + 2 * self.jitter * noise_BSD)
-        logits_TE = F.linear(x_BSD, self.weight.to(x_BSD.dtype)).flatten(0, 1)
+        bias = None if self.bias is None else self.bias.to(x_BSD.dtype)
+        logits_TE = F.linear(x_BSD, self.weight.to(x_BSD.dtype), bias).flatten(0, 1)
         scores = score_experts(logits_TE, self.score)
         decide = self._experts_choose if self.choice == "expert" else self._tokens_choose
         return decide(logits_TE, scores, len(hidden_BSD))

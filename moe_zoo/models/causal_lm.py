@@ -101,7 +101,7 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
             if std is not None:
                 param.normal_(std=std)
             else:
-                param.fill_(0.0 if name == "bias" else 1.0)
+                param.fill_(0.0 if name.endswith("bias") else 1.0)
         for buffer in module.buffers(recurse=False):
             buffer.zero_()
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate
 
-from moe_zoo.ops.experts import expert_ffn, host_counts, inverse_permutation, sort_slots
+from moe_zoo.ops.experts import Stacks, Unit, expert_ffn, host_counts, inverse_permutation, sort_slots
 
 NAMES = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "ReLU": "relu"}
 
@@ -22,8 +22,8 @@ def moe_zoo_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     if activation is None:
         return _any_experts(self, hidden_states, choices, top_k_weights)
     up = self.gate_up_proj if self.has_gate else self.up_proj
-    stacks = (up, self.down_proj) if self.is_transposed else (up.transpose(1, 2), self.down_proj.transpose(1, 2))
-    return expert_ffn(hidden_states, choices, top_k_weights, *stacks, activation=activation, gated=self.has_gate)
+    pair = (up, self.down_proj) if self.is_transposed else (up.transpose(1, 2), self.down_proj.transpose(1, 2))
+    return expert_ffn(hidden_states, choices, top_k_weights, Stacks(*pair), Unit(activation, self.has_gate))
 
 
 def _plain_activation(self: nn.Module) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.families import ALIASES, FAMILIES
@@ -59,9 +59,10 @@ class Source:
     def _config(self) -> PretrainedConfig:
         if self.family is None:
             return MoeZooConfig.from_pretrained(self.folder)
-        values = {key: value for key, value in self.values_there.items() if key not in ("model_type", "auto_map")}
+        code = {"auto_map"} if self.family.is_in_transformers else set()  # elsewhere others need to know it
+        values = {key: value for key, value in self.values_there.items() if key not in {"model_type"} | code}
         values.pop("quantization_config", None)  # what is read is no longer quantised
-        return AutoConfig.for_model(self.family.model_type, **values)
+        return self.family.make_config(values)
 
     @property
     def family_name(self) -> str:

@@ -47,7 +47,7 @@ def upcycle(
         parts = _split_stack(whole, G, dense.gated, factor=G)
         rows = torch.empty(num_experts // G, arch.d_model).normal_(std=arch.init_std, generator=generator)
         tensors[path + "router.weight"] = rows.repeat_interleave(G, 0).to(whole["w_up"].dtype)
-        tensors |= {f"{path}experts.{name}": part.repeat(num_experts // G, 1, 1) for name, part in parts.items()}
+        tensors |= {f"{path}experts.{name}": torch.cat([part] * (num_experts // G)) for name, part in parts.items()}
     return rebuilt(model, made, tensors)
 
 
@@ -68,7 +68,7 @@ def split_experts(model: SparseDecoder, parts: int) -> SparseDecoder:
     made = replace(arch, moe=replace(moe, router=router, experts=replace(moe.experts, d_ff=moe.experts.d_ff // parts)))
 
     def edit(layer: Tensors) -> Tensors:
-        stacks = {name: layer[f"experts.{name}"] for name in ("w_up", "w_down")}
+        stacks = {name.removeprefix("experts."): them for name, them in layer.items() if name.startswith("experts.")}
         split = _split_stack(stacks, parts, moe.experts.gated, factor)
         rows = {name: rows.repeat_interleave(parts, 0) for name, rows in layer.items() if name.startswith("router.")}
         return rows | {f"experts.{name}": stack for name, stack in split.items()}
@@ -89,7 +89,7 @@ def grow_experts(model: SparseDecoder, copies: int, *, top_k: int | None = None)
 
     def edit(layer: Tensors) -> Tensors:
         grown = {name: values.repeat_interleave(copies, 0) for name, values in layer.items()}
-        return grown | {"experts.w_down": grown["experts.w_down"] * factor}
+        return grown | {name: grown[name] * factor for name in ("experts.w_down", "experts.down_bias") if name in grown}
 
     made = replace(arch, moe=replace(moe, router=router))
     return rebuilt(model, made, _edited(model, lambda _, layer: edit(layer)))
@@ -180,14 +180,27 @@ def _stacked(tensors: Tensors, path: str, dense: FeedForwardSpec) -> Tensors:
     """A dense feed-forward as a stack of one expert."""
     names = ("gate", "up") if dense.gated else ("up",)
     w_up = torch.cat([tensors[f"{path}{name}.weight"].t() for name in names], dim=-1)
-    return {"w_up": w_up[None], "w_down": tensors[f"{path}down.weight"].t()[None]}
+    stack = {"w_up": w_up[None], "w_down": tensors[f"{path}down.weight"].t()[None]}
+    if dense.bias:
+        up_bias = torch.cat([tensors[f"{path}{name}.bias"] for name in names])
+        stack |= {"up_bias": up_bias[None], "down_bias": tensors[f"{path}down.bias"][None]}
+    return stack
 
 
 def _split_stack(stacks: Tensors, parts: int, gated: bool, factor: float) -> Tensors:
-    """(E, D, F) and (E, F, D) -> (E parts, D, F / parts) and (E parts, F / parts, D), the latter times ``factor``."""
+    """(E, D, F) and (E, F, D) -> (E parts, D, F / parts) and (E parts, F / parts, D), what leaves times ``factor``."""
     up_EDbGF = stacks["w_up"].unflatten(-1, (1 + gated, parts, -1))
-    up = up_EDbGF.permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)
-    return {"w_up": up, "w_down": stacks["w_down"].unflatten(1, (parts, -1)).flatten(0, 1) * factor}
+    split = {
+        "w_up": up_EDbGF.permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1),
+        "w_down": stacks["w_down"].unflatten(1, (parts, -1)).flatten(0, 1) * factor,
+    }
+    if "up_bias" in stacks:
+        up_EbGF = stacks["up_bias"].unflatten(-1, (1 + gated, parts, -1))
+        split["up_bias"] = up_EbGF.transpose(1, 2).flatten(2).flatten(0, 1)
+        split["down_bias"] = stacks["down_bias"].repeat_interleave(parts, 0) * (
+            factor / parts
+        )  # each part adds its share
+    return split
 
 
 def _alike(rows_ED: Tensor, used_E: Tensor, size: int) -> Tensor:

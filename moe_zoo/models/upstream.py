@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moe_zoo.models.causal_lm import MoeZooForCausalLM
@@ -86,7 +86,7 @@ def family_that_fits(architecture: Architecture) -> str | None:
     """The ``model_type`` under which transformers has a model of these very numbers; None: only we have it."""
     for family in FAMILIES.values():
         try:
-            again = family.read(AutoConfig.for_model(family.model_type, **NO_IDS, **family.write(architecture)))
+            again = family.read(family.make_config(NO_IDS | family.write(architecture)))
         except (
             AttributeError,
             TypeError,
@@ -120,8 +120,9 @@ def save_upstream(model: MoeZooForCausalLM, folder: Path, max_shard_size: str = 
     upstream = dict(model.config.upstream)
     family = FAMILIES[upstream["model_type"]]
     values = upstream | family.write(model.model.architecture)
-    config = AutoConfig.for_model(**values)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
+    config = family.make_config({key: value for key, value in values.items() if key != "model_type"})
+    if family.is_in_transformers:
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
     folder.mkdir(parents=True, exist_ok=True)
     named = [*model.model.named_parameters(), *model.model.named_buffers()]
     tensors = dict(upstream_tensors(family, model.model.architecture, ((n, values.detach()) for n, values in named)))

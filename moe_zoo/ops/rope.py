@@ -70,6 +70,9 @@ def rotate(x_BHSd: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
-def pair_up(x_BHSd: Tensor) -> Tensor:
-    """Entries 0, 2, 4 ..., then 1, 3, 5 ...: neighbours become pairs of ``rotate``. Scores do not mind the order."""
-    return torch.cat((x_BHSd[..., 0::2], x_BHSd[..., 1::2]), dim=-1)
+def pair_up(x_BHSd: Tensor, width: int) -> Tensor:
+    """Of the leading ``width`` entries 0, 2, 4 ..., then 1, 3, 5 ...: neighbours become pairs of ``rotate``.
+
+    Scores do not mind the order.
+    """
+    return torch.cat((x_BHSd[..., 0:width:2], x_BHSd[..., 1:width:2], x_BHSd[..., width:]), dim=-1)

@@ -10,7 +10,7 @@ number of times that ZeRO-3 gathers a weight depends on what its schedule still 
 from collections import Counter
 from collections.abc import Iterator
 
-from moe_zoo.spec.accounting import latent_matrices
+from moe_zoo.spec.accounting import ffn_biases, ffn_matrices, latent_matrices
 from moe_zoo.spec.architecture import Architecture, AttentionSpec, FeedForwardSpec, LatentAttentionSpec
 from moe_zoo.spec.layout import ParallelLayout
 from moe_zoo.spec.recipe import Recipe
@@ -36,13 +36,13 @@ def step_traffic(recipe: Recipe, layout: ParallelLayout, engine: str, pp_rank: i
 
 def slice_sizes(architecture: Architecture, layout: ParallelLayout, layer: int) -> Counter[str]:
     """Elements of block ``layer`` on one rank, by the kind of their replica group."""
-    D, spec, moe = architecture.d_model, architecture.attention, architecture.moe
+    D, spec, moe = architecture.d_model, architecture.attention_of(layer), architecture.moe
     norm = D if architecture.norm == "rmsnorm" else 2 * D
     sizes = Counter({"stage": 2 * norm}) + _attention_sizes(spec, D, layout)
     if moe is None or not architecture.is_sparse(layer):
         sizes["tp"] += _ffn(architecture.feed_forward, D) // layout.tp
         return sizes
-    sizes["stage"] += moe.router.num_experts * D
+    sizes["stage"] += moe.router.num_experts * (D + moe.router.bias)
     sizes["ep"] += moe.router.num_experts * _ffn(moe.experts, D) // (layout.ep * layout.etp)
     sizes["tp"] += _ffn(moe.shared, D) // layout.tp if moe.shared else 0
     sizes["stage"] += D * moe.shared_gate
@@ -54,10 +54,12 @@ def _attention_sizes(spec: AttentionSpec | LatentAttentionSpec, D: int, layout: 
         shared, heads = latent_matrices(D, spec)
         return Counter({"stage": shared + spec.kv_rank + (spec.query_rank or 0), "tp": heads // layout.tp})
     norms_all = spec.qk_norm and spec.qk_norm_over == "all"
-    queries, keys = spec.num_heads * spec.head_dim // layout.tp, spec.num_kv_heads * spec.head_dim // layout.kv_parts
-    sizes = Counter({"stage": 2 * spec.head_dim if spec.qk_norm and not norms_all else 0})
-    sizes["tp"] += (2 * D + spec.bias + norms_all) * queries
-    sizes["kv"] += (2 * D + 2 * spec.bias + norms_all) * keys
+    kv_parts = min(layout.tp, spec.num_kv_heads)
+    heads, key_heads = spec.num_heads // layout.tp, spec.num_kv_heads // kv_parts
+    q, v = spec.head_dim, spec.value_width
+    sizes = Counter({"stage": 2 * q if spec.qk_norm and not norms_all else 0})
+    sizes["tp"] += heads * ((D + spec.bias + norms_all) * q + D * v + spec.sinks) + spec.out_bias * D // layout.tp
+    sizes["tp" if kv_parts == layout.tp else "kv"] += key_heads * ((D + spec.bias) * (q + v) + norms_all * q)
     return sizes
 
 
@@ -97,7 +99,9 @@ def _end_sizes(architecture: Architecture, layout: ParallelLayout, blocks: list[
     is_last = architecture.num_layers - 1 in blocks
     tied = architecture.tie_embeddings and layout.pp == 1
     norm = architecture.d_model if architecture.norm == "rmsnorm" else 2 * architecture.d_model
-    return Counter({"tp": vocabulary * (0 in blocks) + vocabulary * (is_last and not tied), "stage": norm * is_last})
+    bias = architecture.head_bias * architecture.vocab_size // layout.tp * is_last
+    ends = vocabulary * (0 in blocks) + vocabulary * (is_last and not tied)
+    return Counter({"tp": ends + bias, "stage": norm * is_last})
 
 
 def _gathers(recipe: Recipe, engine: str) -> tuple[int, int]:
@@ -143,7 +147,7 @@ def _block_moves(
     """((axis, bytes), (collective forward, its adjoint), whether recompute of the block repeats it)."""
     model, parallel = recipe.model, recipe.parallel
     item, tokens = ITEM_BYTES[recipe.precision.compute], _tokens(recipe, layout)
-    tp, cp, spec = layout.tp, layout.cp, model.attention
+    tp, cp, spec = layout.tp, layout.cp, model.attention_of(layer)
     is_sparse = model.is_sparse(layer)
     vector = (tp - 1) / tp * tokens * model.d_model * item
     yield ("tp", vector), ("all_gather", "reduce_scatter"), True
@@ -154,10 +158,10 @@ def _block_moves(
         yield ("tp", vector), ("reduce_scatter", "all_gather"), False
     keys = max(spec.num_kv_heads // tp, 1)
     if parallel.context == "gather":
-        both = tokens * cp * keys * (spec.head_dim + spec.value_dim) * item
+        both = tokens * cp * keys * (spec.head_dim + spec.value_width) * item
         yield ("cp", (cp - 1) / cp * both), ("all_gather", "reduce_scatter"), True
     else:
-        entries = (spec.num_heads // tp + max(keys, cp)) * (spec.head_dim + spec.value_dim)
+        entries = (spec.num_heads // tp + max(keys, cp)) * (spec.head_dim + spec.value_width)
         yield ("cp", (cp - 1) / cp * tokens * entries * item), ("all_to_all", "all_to_all"), True
     if is_sparse and model.moe:
         ranks = layout.ep * layout.etp
@@ -188,4 +192,4 @@ def _tokens(recipe: Recipe, layout: ParallelLayout) -> int:
 
 
 def _ffn(spec: FeedForwardSpec, d_model: int) -> int:
-    return (3 if spec.gated else 2) * d_model * spec.d_ff
+    return ffn_matrices(spec, d_model) + sum(ffn_biases(spec, d_model))

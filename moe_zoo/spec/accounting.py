@@ -5,7 +5,7 @@ Letters: D model width, F expert width, E experts, K choices, H heads, S sequenc
 
 from typing import NamedTuple
 
-from moe_zoo.spec.architecture import Architecture, FeedForwardSpec, LatentAttentionSpec, MoESpec
+from moe_zoo.spec.architecture import Architecture, AttentionSpec, FeedForwardSpec, LatentAttentionSpec, MoESpec
 
 # bf16: weight 2, gradient 2, master and moments 12; fp32: 4 of each. Source: ZeRO, arXiv:1910.02054, section 3.1.
 TRAINING_BYTES_PER_PARAMETER = 16
@@ -15,13 +15,13 @@ class Parameters(NamedTuple):
     """Parameters by where they sit, over all layers. A router's selection bias is a buffer and not counted."""
 
     embedding: int  # V D
-    attention: int  # q, k, v, o, their biases, and the qk-norms
+    attention: int  # q, k, v, o, their biases, the qk-norms and sinks
     norms: int  # two per block and the final one
     feed_forward: int  # of the dense layers
     router: int  # E D per sparse layer
     experts: int  # all of them
     shared: int
-    head: int  # V D; 0 where tied to the embedding
+    head: int  # V D, or 0 where tied to the embedding, and its bias
 
     @property
     def total(self) -> int:
@@ -36,13 +36,13 @@ def parameters(architecture: Architecture) -> Parameters:
     norm = D if architecture.norm == "rmsnorm" else 2 * D
     return Parameters(
         embedding=vocabulary,
-        attention=L * (_attention_matrices(architecture) + _attention_vectors(architecture)),
+        attention=sum(_attention(architecture.attention_of(layer), D) for layer in range(L)),
         norms=(2 * L + 1) * norm,
         feed_forward=(L - num_sparse) * _ffn(architecture.feed_forward, D),
-        router=num_sparse * moe.router.num_experts * D if moe else 0,
+        router=num_sparse * moe.router.num_experts * (D + moe.router.bias) if moe else 0,
         experts=num_sparse * moe.router.num_experts * _ffn(moe.experts, D) if moe else 0,
         shared=num_sparse * (_ffn(moe.shared, D) + D * moe.shared_gate) if moe and moe.shared else 0,
-        head=0 if architecture.tie_embeddings else vocabulary,
+        head=(0 if architecture.tie_embeddings else vocabulary) + architecture.head_bias * architecture.vocab_size,
     )
 
 
@@ -61,8 +61,8 @@ def forward_flops_per_token(architecture: Architecture, seq_len: int) -> int:
     """FLOPs of one token in a forward pass.
 
     ``2 * (matrix parameters the token is multiplied with) + 4 L S H head_dim``: an element of a matrix costs one
-    multiply and one add; scores and their use on the values cost ``2 S H head_dim`` each, with no discount for the
-    causal mask. Norms, activations, rotations and the embedding's look-up are not counted, dropped tokens are not
+    multiply and one add; scores and their use on the values cost ``2 S H head_dim`` each (in a window's S), with no discount
+    for the causal mask. Norms, activations, rotations and the embedding's look-up are not counted, dropped tokens are not
     subtracted. Source: PaLM, arXiv:2204.02311, appendix B, of which this is a third (it counts the backward pass).
     """
     blocks = (block_flops_per_token(architecture, layer, seq_len) for layer in range(architecture.num_layers))
@@ -71,14 +71,15 @@ def forward_flops_per_token(architecture: Architecture, seq_len: int) -> int:
 
 def block_flops_per_token(architecture: Architecture, layer: int, seq_len: int) -> int:
     """Forward FLOPs of one token in block ``layer``, counted as in ``forward_flops_per_token``."""
-    D, attention, moe = architecture.d_model, architecture.attention, architecture.moe
-    matrices = _attention_matrices(architecture)
+    D, attention, moe = architecture.d_model, architecture.attention_of(layer), architecture.moe
+    matrices = attention_matrices(attention, D)
     if moe and architecture.is_sparse(layer):
         matrices += moe.router.num_experts * D + _slots_ffn(moe, D, seq_len)
-        matrices += _ffn(moe.shared, D) if moe.shared else 0
+        matrices += ffn_matrices(moe.shared, D) if moe.shared else 0
     else:
-        matrices += _ffn(architecture.feed_forward, D)
-    return 2 * matrices + 2 * seq_len * attention.num_heads * (attention.head_dim + attention.value_dim)
+        matrices += ffn_matrices(architecture.feed_forward, D)
+    num_keys = min(seq_len, getattr(attention, "window", None) or seq_len)
+    return 2 * matrices + 2 * num_keys * attention.num_heads * (attention.head_dim + attention.value_width)
 
 
 def head_flops_per_token(architecture: Architecture) -> int:
@@ -101,11 +102,15 @@ def training_bytes(architecture: Architecture) -> int:
     return TRAINING_BYTES_PER_PARAMETER * num_parameters(architecture)
 
 
-def _attention_matrices(architecture: Architecture) -> int:
-    attention = architecture.attention
-    if isinstance(attention, LatentAttentionSpec):
-        return sum(latent_matrices(architecture.d_model, attention))
-    return 2 * architecture.d_model * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
+def _attention(spec: AttentionSpec | LatentAttentionSpec, d_model: int) -> int:
+    return attention_matrices(spec, d_model) + _attention_vectors(spec, d_model)
+
+
+def attention_matrices(spec: AttentionSpec | LatentAttentionSpec, d_model: int) -> int:
+    """Elements of the matrices of one attention."""
+    if isinstance(spec, LatentAttentionSpec):
+        return sum(latent_matrices(d_model, spec))
+    return d_model * (spec.head_dim + spec.value_width) * (spec.num_heads + spec.num_kv_heads)
 
 
 def latent_matrices(d_model: int, spec: LatentAttentionSpec) -> tuple[int, int]:
@@ -115,23 +120,33 @@ def latent_matrices(d_model: int, spec: LatentAttentionSpec) -> tuple[int, int]:
     return shared, spec.num_heads * (heads + spec.value_dim * d_model)
 
 
-def _attention_vectors(architecture: Architecture) -> int:
-    """Biases and qk-norms of a layer."""
-    spec = architecture.attention
+def _attention_vectors(spec: AttentionSpec | LatentAttentionSpec, d_model: int) -> int:
+    """Biases, qk-norms and sinks of one attention."""
     if isinstance(spec, LatentAttentionSpec):
         return spec.kv_rank + (spec.query_rank or 0)
-    biases = spec.head_dim * (spec.num_heads + 2 * spec.num_kv_heads) if spec.bias else 0
+    keys_values = spec.num_kv_heads * (spec.head_dim + spec.value_width)
+    biases = spec.bias * (spec.num_heads * spec.head_dim + keys_values) + spec.out_bias * d_model
     normed = spec.num_heads + spec.num_kv_heads if spec.qk_norm_over == "all" else 2
-    return biases + (normed * spec.head_dim if spec.qk_norm else 0)
+    return biases + (normed * spec.head_dim if spec.qk_norm else 0) + spec.sinks * spec.num_heads
+
+
+def ffn_matrices(spec: FeedForwardSpec, d_model: int) -> int:
+    """Elements of the matrices of one feed-forward."""
+    return (3 if spec.gated else 2) * d_model * spec.d_ff
+
+
+def ffn_biases(spec: FeedForwardSpec, d_model: int) -> tuple[int, int]:
+    """(elements of its biases of hidden units, of its output)."""
+    return spec.bias * (2 if spec.gated else 1) * spec.d_ff, spec.bias * d_model
 
 
 def _ffn(spec: FeedForwardSpec, d_model: int) -> int:
-    return (3 if spec.gated else 2) * d_model * spec.d_ff
+    return ffn_matrices(spec, d_model) + sum(ffn_biases(spec, d_model))
 
 
 def _slots_ffn(moe: MoESpec, d_model: int, seq_len: int) -> int:
     """Matrix parameters of the experts that a token meets, where experts choose on average over a row."""
-    return round(moe.router.slots_per_token(seq_len) * _ffn(moe.experts, d_model))
+    return round(moe.router.slots_per_token(seq_len) * ffn_matrices(moe.experts, d_model))
 
 
 def _active_experts(architecture: Architecture, counts: Parameters) -> int:

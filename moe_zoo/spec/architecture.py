@@ -56,14 +56,22 @@ class AttentionSpec:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None  # leading part of each head that is rotated; null: all of it
+    rope_interleaved: bool = False  # pairs (0, 1), (2, 3) ... in place of halves (ERNIE)
     qk_norm: bool = False  # RMSNorm of queries and keys
     qk_norm_over: Literal["head", "all"] = "head"  # each head by itself (Qwen3), or all of them together (OLMoE)
     bias: bool = False  # of query, key and value
+    out_bias: bool = False  # of the output
+    window: int | None = None  # keys that a query sees, its own among them; null: all before it (arXiv:2310.06825)
+    sinks: bool = False  # a learned score per head that takes its share of the softmax and gives nothing (gpt-oss)
+    scale: float | None = None  # of the scores; null: 1 / sqrt(head_dim)
+    value_dim: int | None = None  # width of a value; null: head_dim
+    value_scale: float = 1.0  # of the values (MiMo)
 
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        _positive(self, "num_heads", "num_kv_heads", "head_dim", "rope_theta")
+        _positive(self, "num_heads", "num_kv_heads", "head_dim", "rope_theta", "value_scale")
+        _positive(self, *(name for name in ("window", "scale", "value_dim") if getattr(self, name) is not None))
         _one_of(self, "qk_norm_over", ("head", "all"))
         if self.num_heads % self.num_kv_heads:
             raise RecipeError(
@@ -79,9 +87,14 @@ class AttentionSpec:
             )
 
     @property
-    def value_dim(self) -> int:
+    def value_width(self) -> int:
         """Width of a value."""
-        return self.head_dim
+        return self.value_dim or self.head_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Entries of a head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,20 +133,38 @@ class LatentAttentionSpec:
         """Width of a query or a key."""
         return self.nope_dim + self.rope_dim
 
+    @property
+    def value_width(self) -> int:
+        """Width of a value."""
+        return self.value_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Entries of a head that are rotated."""
+        return self.rope_dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardSpec:
     """One FFN, dense or one expert: ``activation(x W_up) W_down``, or gated, ``(act(x W_gate) * x W_up) W_down``."""
 
     d_ff: int
-    activation: Literal["relu", "gelu", "silu"] = "silu"
+    activation: Literal["relu", "gelu", "silu", "quick_gelu"] = "silu"  # the last: x sigmoid(1.702 x)
     gated: bool = True  # silu + gated = SwiGLU, gelu + gated = GEGLU, relu ungated = Switch
+    bias: bool = False  # of all its matrices
+    limit: float | None = None  # the gate is cut off above it, the up half above and below (gpt-oss)
+    up_offset: float = 0.0  # added to the up half after that
 
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        _positive(self, "d_ff")
-        _one_of(self, "activation", ("relu", "gelu", "silu"))
+        _positive(self, "d_ff", *(("limit",) if self.limit is not None else ()))
+        _one_of(self, "activation", ("relu", "gelu", "silu", "quick_gelu"))
+        for name in ("limit", "up_offset"):
+            if getattr(self, name) and not self.gated:
+                raise RecipeError(
+                    f"feed_forward.{name}: {getattr(self, name)}; belongs to a gated one; drop it, or set gated to true"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +182,7 @@ class RouterSpec:
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = False  # chosen weights sum to one
     scale: float = 1.0  # multiplies the weights
+    bias: bool = False  # of the logits, trained
     selection_bias: bool = False  # added to the scores for the choice alone; moved by balance.method = bias
     jitter: float = 0.0  # router input times uniform(1 - jitter, 1 + jitter) in training
     capacity_factor: float | None = None  # slots an expert takes per sequence, over the mean; None never drops
@@ -244,7 +276,10 @@ class MoESpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder of ``num_layers`` blocks; block i is sparse where ``is_sparse(i)``."""
+    """A decoder of ``num_layers`` blocks; block i is sparse where ``is_sparse(i)``.
+
+    Blocks may have one of two kinds of attention (``attention_of``); a hybrid's linear attention would be one of them.
+    """
 
     vocab_size: int
     d_model: int
@@ -252,6 +287,12 @@ class Architecture:
     attention: AttentionSpec | LatentAttentionSpec
     feed_forward: FeedForwardSpec  # of the dense layers
     moe: MoESpec | None = None
+    local_attention: AttentionSpec | None = None  # of the blocks ``local_layers``
+    local_layers: tuple[int, ...] = ()
+    embedding_scale: float = 1.0  # multiplies what is looked up (Granite)
+    residual_scale: float = 1.0  # multiplies what attention and feed-forward add
+    logit_divisor: float = 1.0
+    head_bias: bool = False
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
@@ -261,12 +302,41 @@ class Architecture:
 
     def __post_init__(self) -> None:
         _positive(self, "vocab_size", "d_model", "num_layers", "norm_eps", "init_std")
+        _positive(self, "embedding_scale", "residual_scale", "logit_divisor")
         _one_of(self, "norm", ("rmsnorm", "layernorm"))
+        self._check_local_layers()
         if self.moe and not self.sparse_layers:
             raise RecipeError(
                 f"moe.first_layer: {self.moe.first_layer}; the model has layers 0 to {self.num_layers - 1}; "
                 f"lower it, or set moe to null"
             )
+
+    def _check_local_layers(self) -> None:
+        if (self.local_attention is None) != (not self.local_layers):
+            raise RecipeError(
+                f"model.local_layers: {list(self.local_layers)}; names the blocks of local_attention, which is "
+                f"{'not given' if self.local_attention is None else 'given'}; set both or none"
+            )
+        if beyond := [layer for layer in self.local_layers if not 0 <= layer < self.num_layers]:
+            raise RecipeError(
+                f"model.local_layers: {beyond[0]}; the model has layers 0 to {self.num_layers - 1}; drop it"
+            )
+
+    def attention_of(self, layer: int) -> AttentionSpec | LatentAttentionSpec:
+        """The attention of block ``layer``."""
+        return self.local_attention if self.local_attention and layer in self.local_layers else self.attention
+
+    @property
+    def attentions(self) -> dict[str, AttentionSpec | LatentAttentionSpec]:
+        """The kinds that blocks have, by the key that holds them."""
+        kinds = {"attention": self.attention, "local_attention": self.local_attention}
+        return {key: spec for key, spec in kinds.items() if spec is not None}
+
+    @property
+    def has_output_biases(self) -> bool:
+        """Whether a layer that tensor parallelism cuts adds a bias to its output."""
+        dense = (self.feed_forward, *((self.moe.shared,) if self.moe and self.moe.shared else ()))
+        return any(getattr(spec, "out_bias", False) for spec in self.attentions.values()) or any(s.bias for s in dense)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether block ``layer`` (from 0) has experts."""

@@ -31,8 +31,8 @@ ROUTERS = {
 }
 
 
-def model_of(router: RouterSpec | None, gated: bool = True, tied: bool = False) -> SparseDecoder:
-    ffn = FeedForwardSpec(d_ff=12, activation="silu" if gated else "relu", gated=gated)
+def model_of(router: RouterSpec | None, gated: bool = True, tied: bool = False, bias: bool = True) -> SparseDecoder:
+    ffn = FeedForwardSpec(d_ff=12, activation="silu" if gated else "relu", gated=gated, bias=bias)
     arch = Architecture(
         vocab_size=40,
         d_model=16,
@@ -46,6 +46,10 @@ def model_of(router: RouterSpec | None, gated: bool = True, tied: bool = False) 
     model = initialize(SparseDecoder(arch).double(), seed=2).eval()
     for buffer in model.buffers():
         buffer.copy_(torch.linspace(-0.2, 0.2, len(buffer)))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("bias"):
+                param.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
     return model
 
 
