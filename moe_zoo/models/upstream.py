@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -15,10 +16,12 @@ from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.models.families import FAMILIES
 from moe_zoo.models.mapping import upstream_tensors
-from moe_zoo.models.source import Source
+from moe_zoo.models.source import Source, difference
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import CheckpointError
 
+NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")  # of another family's configuration
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -77,6 +80,39 @@ def _is_beyond(name: str, architecture: Architecture) -> bool:
     match = re.match(r"model\.layers\.(\d+)\.", name)
     tied = name == "lm_head.weight" and architecture.tie_embeddings
     return bool(match and int(match[1]) >= architecture.num_layers) or name.endswith("inv_freq") or tied
+
+
+def family_that_fits(architecture: Architecture) -> str | None:
+    """The ``model_type`` under which transformers has a model of these very numbers; None: only we have it."""
+    for family in FAMILIES.values():
+        try:
+            again = family.read(family.make_config(NO_IDS | family.write(architecture)))
+        except (
+            AttributeError,
+            TypeError,
+            CheckpointError,
+            StrictDataclassError,
+        ):  # the family asks for a part that this model has not
+            continue
+        if difference(again, architecture) is None:
+            return family.model_type
+    return None
+
+
+def with_decoder(model: MoeZooForCausalLM, decoder: SparseDecoder) -> MoeZooForCausalLM:
+    """``decoder`` dressed as ``model`` was: the same ids, tokenizer and settings, and the family that now fits."""
+    config = model.config
+    ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model_type = family_that_fits(decoder.architecture)
+    upstream = None
+    if model_type is not None:
+        kept = {key: value for key, value in (config.upstream or {}).items() if key in KEPT}
+        upstream = {"model_type": model_type} | kept
+    with torch.device("meta"):
+        made = MoeZooForCausalLM(MoeZooConfig(architecture=decoder.architecture.to_dict(), upstream=upstream, **ids))
+    made.model = decoder
+    made.companions, made.generation_config = model.companions, model.generation_config
+    return made.eval()
 
 
 def save_upstream(model: MoeZooForCausalLM, folder: Path, max_shard_size: str = "5GB", **_: object) -> None:

@@ -22,6 +22,7 @@ from moe_zoo.models.families import (
     qwen3_moe,
 )
 from moe_zoo.models.families.base import Family, Rule
+from moe_zoo.models.families.dense import DENSE
 
 MODULES = (
     bailing_moe,
@@ -44,6 +45,7 @@ MODULES = (
 )
 FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in MODULES}
 FAMILIES["bailing_moe_v2"] = replace(bailing_moe.FAMILY, model_type="bailing_moe_v2")  # the same under another name
+FAMILIES |= {family.model_type: family for family in DENSE}
 
 ALIASES = {"kimi_k2": "deepseek_v3"}  # model_type of a published config.json -> family
 

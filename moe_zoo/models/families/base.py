@@ -253,10 +253,10 @@ def only_layers(sparse: list[int], num_layers: int) -> dict[str, Any]:
 def rope_back(spec: AttentionSpec | LatentAttentionSpec) -> dict[str, Any]:
     """``rope_parameters`` of a configuration."""
     values: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}
-    if isinstance(spec, AttentionSpec) and spec.rotary_dim is not None:
-        share = spec.rotary_dim / spec.head_dim
-        is_exact = int(spec.head_dim * share) == spec.rotary_dim
-        values["partial_rotary_factor"] = share if is_exact else (spec.rotary_dim + 0.5) / spec.head_dim
+    if isinstance(spec, AttentionSpec):  # said in any case: some families rotate half a head unless told
+        rotated = spec.head_dim if spec.rotary_dim is None else spec.rotary_dim
+        is_exact = int(spec.head_dim * (rotated / spec.head_dim)) == rotated
+        values["partial_rotary_factor"] = (rotated if is_exact else rotated + 0.5) / spec.head_dim
     scaling = spec.rope_scaling
     if scaling is None:
         return values

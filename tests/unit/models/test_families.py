@@ -168,6 +168,15 @@ CASES = {
         },
     ],
 }
+CASES |= {
+    "llama": [{}, {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "num_key_value_heads": 6}],
+    "mistral": [{"sliding_window": None}, {"sliding_window": 7}],
+    "qwen2": [
+        {"num_attention_heads": 3, "num_key_value_heads": 3},
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ],
+    "qwen3": [{"tie_word_embeddings": True}, {"attention_bias": True}],
+}
 test_parity = parity(CASES)
 
 
