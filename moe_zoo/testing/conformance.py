@@ -21,6 +21,7 @@ from moe_zoo.models.hub import load
 from moe_zoo.models.mapping import UpstreamWeights
 from moe_zoo.models.upstream import family_that_fits
 from moe_zoo.models.weight_files import WeightFiles
+from moe_zoo.spec.accounting import num_parameters
 
 LOGITS, GRADIENTS = 1e-5, 1e-4  # of the largest entry, in fp32
 SMALL_GRADIENT = 1e-3  # of the model's largest: what should be zero is not measured by its own size
@@ -85,6 +86,8 @@ def check_family(
     reference.write(folder / "theirs")
     ours = load(folder / "theirs")
     _check_files(reference, ours, folder)
+    counted = sum(param.numel() for param in ours.model.parameters())
+    assert counted == num_parameters(ours.model.architecture), "arithmetic counts other parameters"
     assert family_that_fits(ours.model.architecture) or not reference.is_in_transformers, "no family fits what was read"
     _check_generation(reference.model, ours)
     return _check_numbers(reference, ours, folder / "gradients")
