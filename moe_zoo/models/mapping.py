@@ -32,11 +32,20 @@ class UpstreamWeights:
         if ".experts." not in name:
             return cut(self._joined(rules, layer))
         numbers = experts if experts is not None else range(self.num_experts)
-        return torch.stack([cut(self._joined(rules, layer, expert)) for expert in numbers])
+        first = cut(self._joined(rules, layer, numbers[0]))
+        stack = first.new_empty(len(numbers), *first.shape)
+        stack[0] = first
+        for own, expert in zip(stack[1:], numbers[1:], strict=True):
+            own.copy_(cut(self._joined(rules, layer, expert)))
+        return stack
 
     def _joined(self, rules: list[Rule], layer: int | None, expert: int | None = None) -> Tensor:
-        blocks = [rule.as_ours(self._read(rule, layer, expert)) for rule in rules]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
+        blocks = [self._read(rule, layer, expert) for rule in rules]
+        if len(blocks) == 1:
+            return rules[0].as_ours(blocks[0])
+        if all(rule.is_only_transposed for rule in rules):
+            return torch.cat(blocks, dim=-2).t()  # joined as they lie: one copy turns them, not two
+        return torch.cat([rule.as_ours(block) for rule, block in zip(rules, blocks, strict=True)], dim=-1)
 
     def _read(self, rule: Rule, layer: int | None, expert: int | None) -> Tensor:
         name = rule.theirs.format(layer=layer, expert=expert)
