@@ -127,7 +127,7 @@ def _look(router: TopKRouter, inputs: tuple[Tensor, Tensor], routing: Routing) -
     logits = (hidden @ router.weight.t()).flatten(0, 1)
     if router.bias is not None:
         logits = logits + router.bias
-    scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}[router.score]
+    scores = logits.sigmoid() if router.score == "sigmoid" else logits.softmax(-1)
     chosen, gap = choose(router, scores.detach(), len(hidden))
     return Seen(
         probs_TE=scores / scores.sum(-1, keepdim=True),

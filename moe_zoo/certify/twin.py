@@ -25,6 +25,8 @@ TINY: Changes = {
     "model.moe.shared.d_ff": 8,
 }
 HEADS = 4
+SCALES = {"residual_scale": 0.7, "logit_divisor": 1.5}  # where there are any: no gradient is lost in rounding either
+LIMIT = 0.5  # where there is one: it cuts something off
 SEQ_LEN = 16
 ROWS_PER_RANK = 4
 STEPS = 3
@@ -85,10 +87,13 @@ def _sizes(recipe: Recipe, ranks: int) -> Changes:
         sizes |= {f"model.{key}.{name}": value for name, value in _attention_sizes(spec).items()}
     if recipe.model.local_attention:
         sizes["model.local_layers"] = [i for i in recipe.model.local_layers if i < LAYERS] or [LAYERS - 1]
+    sizes |= {f"model.{key}": value for key, value in SCALES.items() if getattr(recipe.model, key) != 1.0}
     if moe is None:
         return sizes
     sparse = {"first_layer": min(moe.first_layer, 1), "every": min(moe.every, 2)}
     sparse["router.num_experts"] = _num_experts(moe.router, ranks)
+    if moe.experts.limit is not None:
+        sparse["experts.limit"] = LIMIT
     return sizes | {f"model.moe.{key}": value for key, value in sparse.items()}
 
 
@@ -97,7 +102,7 @@ def _attention_sizes(spec: AttentionSpec | LatentAttentionSpec) -> dict[str, int
         sizes = {"num_heads": HEADS, "kv_rank": 6, "nope_dim": 4, "rope_dim": 4, "value_dim": 6}
         return sizes | ({"query_rank": 7} if spec.query_rank else {})
     sizes = {"num_heads": HEADS, "num_kv_heads": max(1, HEADS * spec.num_kv_heads // spec.num_heads), "head_dim": 8}
-    part = {"window": 5, "value_dim": 6, "rotary_dim": 4}
+    part = {"window": 5, "chunk": 5, "value_dim": 6, "rotary_dim": 4, "temperature_floor": 4}
     return sizes | {key: min(value, getattr(spec, key)) for key, value in part.items() if getattr(spec, key)}
 
 
@@ -105,7 +110,9 @@ def _num_experts(router: RouterSpec, ranks: int) -> int:
     """Enough for an idle one beside those that are chosen, for every rank, and for every group."""
     multiple = math.lcm(ranks, router.num_groups)
     within_reach = math.ceil(router.top_k * router.num_groups / router.groups_per_token)
-    return multiple * math.ceil(max(8, 2 * num_pairs(router.top_k) + 1, within_reach) / multiple)
+    # Of two opposite experts the sigmoids sum to one: groups of two would all be worth the same.
+    told_apart = 4 * router.num_groups if router.num_groups > 1 and router.group_score == "top2" else 0
+    return multiple * math.ceil(max(8, 2 * num_pairs(router.top_k) + 1, within_reach, told_apart) / multiple)
 
 
 def _visible(balance: dict[str, Any]) -> dict[str, Any]:

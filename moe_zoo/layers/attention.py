@@ -4,14 +4,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_zoo.layers.norm import AllHeadsNorm
 from moe_zoo.ops.attention import attend
-from moe_zoo.ops.rope import pair_up, rotate
+from moe_zoo.ops.rope import Places, pair_up, rotate
 from moe_zoo.spec.architecture import AttentionSpec
 
-Attend = Callable[..., Tensor]  # (queries, keys, values, mask, scale=, window=, sinks_H=) as ops.attention.attend
+Attend = Callable[..., Tensor]  # (queries, keys, values, mask, **how) as ops.attention.attend
 
 
 class KeyValueCache(Protocol):
@@ -30,7 +31,7 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self, d_model: int, spec: AttentionSpec, *, norm_eps: float, layer: int = 0):
         super().__init__()
-        self.layer, self.spec, self.attend = layer, spec, attend
+        self.layer, self.spec, self.norm_eps, self.attend = layer, spec, norm_eps, attend
         q, v = spec.head_dim, spec.value_width
         self.query = nn.Linear(d_model, spec.num_heads * q, bias=spec.bias)
         self.key = nn.Linear(d_model, spec.num_kv_heads * q, bias=spec.bias)
@@ -43,17 +44,18 @@ class GroupedQueryAttention(nn.Module):
             for heads in (spec.num_heads, spec.num_kv_heads)
         )
 
-    def forward(
-        self, hidden: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValueCache | None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, places: Places, mask: Tensor | None, cache: KeyValueCache | None) -> Tensor:
         """``hidden`` (batch, seq, d_model) -> same; ``mask`` broadcasts to (batch, heads, seq, keys), None is causal."""
         spec = self.spec
-        q_BHSd = self._rotated(self._normed(self.query(hidden), self.query_norm), angles)
-        k_BHSd = self._rotated(self._normed(self.key(hidden), self.key_norm), angles)
+        q_BHSd = self._rotated(self._normed(self.query(hidden), self.query_norm), places)
+        k_BHSd = self._rotated(self._normed(self.key(hidden), self.key_norm), places)
         v_BHSd = _heads(self.value(hidden), spec.value_width)
+        if places.temperature is not None:
+            q_BHSd = q_BHSd * places.temperature.to(q_BHSd.dtype)
         if cache is not None:
             k_BHSd, v_BHSd = cache.update(k_BHSd, v_BHSd, self.layer)
-        out_BHSd = self.attend(q_BHSd, k_BHSd, v_BHSd, mask, scale=spec.scale, window=spec.window, sinks_H=self.sinks)
+        how = {"scale": spec.scale, "window": spec.window, "sinks_H": self.sinks, "reach_BS": places.reach}
+        out_BHSd = self.attend(q_BHSd, k_BHSd, v_BHSd, mask, **how)
         if spec.value_scale != 1.0:
             out_BHSd = out_BHSd * spec.value_scale
         return self.out(out_BHSd.transpose(1, 2).flatten(2))
@@ -62,10 +64,13 @@ class GroupedQueryAttention(nn.Module):
         width = self.spec.head_dim
         return _heads(norm(projected), width) if self.norms_all_heads else norm(_heads(projected, width))
 
-    def _rotated(self, x_BHSd: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        if self.spec.rope_interleaved:
-            x_BHSd = pair_up(x_BHSd, self.spec.rotary_width)
-        return rotate(x_BHSd, angles)
+    def _rotated(self, x_BHSd: Tensor, places: Places) -> Tensor:
+        spec = self.spec
+        if spec.rope_interleaved:
+            x_BHSd = pair_up(x_BHSd, spec.rotary_width)
+        if spec.rotary_width:
+            x_BHSd = rotate(x_BHSd, places.angles)
+        return F.rms_norm(x_BHSd, x_BHSd.shape[-1:], eps=self.norm_eps) if spec.qk_unit_norm else x_BHSd
 
 
 def _heads(projected: Tensor, width: int) -> Tensor:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from moe_zoo.layers.attention import KeyValueCache
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.layers.router import RouterStats
+from moe_zoo.ops.rope import Places
 
 
 class DecoderBlock(nn.Module):
@@ -26,13 +27,13 @@ class DecoderBlock(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        angles: tuple[Tensor, Tensor],
+        places: Places,
         mask: Tensor | None,
         row_seeds: Tensor | None,
         cache: KeyValueCache | None,
     ) -> tuple[Tensor, RouterStats | None]:
         """``hidden`` (batch, seq, d_model) -> same shape; the statistics are None in a dense block."""
-        hidden = hidden + self._scaled(self.attention(self.attention_norm(hidden), angles, mask, cache))
+        hidden = hidden + self._scaled(self.attention(self.attention_norm(hidden), places, mask, cache))
         normed = self.feed_forward_norm(hidden)
         if not isinstance(self.feed_forward, MoELayer):
             return hidden + self._scaled(self.feed_forward(normed)), None

@@ -18,6 +18,7 @@ from moe_zoo.ops.routing import (
     count_per_row,
     expert_capacity,
     score_experts,
+    sparse_mixer,
     take_tokens,
     taken_slots,
     within_capacity,
@@ -70,6 +71,8 @@ class TopKRouter(nn.Module):
         top_k: int = 1,
         *,
         score: str = "softmax",
+        tolerance: float = 0.0,
+        scales_input: bool = False,
         normalize: bool = False,
         scale: float = 1.0,
         bias: bool = False,
@@ -87,6 +90,7 @@ class TopKRouter(nn.Module):
         self.num_experts, self.top_k, self.layer = num_experts, top_k, layer
         self.rows, self.choice = WholeRows(), choice
         self.score, self.normalize, self.scale, self.jitter = score, normalize, scale, jitter
+        self.tolerance, self.scales_input = tolerance, scales_input
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
         self.limit = GroupLimit(num_groups, groups_per_token, group_score) if num_groups > 1 else None
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
@@ -108,7 +112,17 @@ class TopKRouter(nn.Module):
         return decide(logits_TE, scores, len(hidden_BSD))
 
     def _tokens_choose(self, logits_TE: Tensor, scores: Scores, num_rows: int) -> Routing:
-        weights_TK, chosen_TK = choose_experts(
+        weights_TK, chosen_TK = self._best(logits_TE, scores)
+        experts_TK, num_places = self._drop(chosen_TK, num_rows)
+        counts_BE = count_per_row(chosen_TK, num_rows, self.num_experts)
+        dropped_B = (experts_TK == self.num_experts).view(num_rows, -1).sum(1)
+        stats = _stats(logits_TE, scores.probs_TE, counts_BE, dropped_B)
+        return Routing(weights_TK, experts_TK, stats, num_places)
+
+    def _best(self, logits_TE: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        if self.score == "sparsemixer":
+            return sparse_mixer(logits_TE, top_k=self.top_k, tolerance=self.tolerance)
+        return choose_experts(
             scores.scores_TE,
             top_k=self.top_k,
             normalize=self.normalize,
@@ -116,11 +130,6 @@ class TopKRouter(nn.Module):
             bias_E=self.selection_bias,
             limit=self.limit,
         )
-        experts_TK, num_places = self._drop(chosen_TK, num_rows)
-        counts_BE = count_per_row(chosen_TK, num_rows, self.num_experts)
-        dropped_B = (experts_TK == self.num_experts).view(num_rows, -1).sum(1)
-        stats = _stats(logits_TE, scores.probs_TE, counts_BE, dropped_B)
-        return Routing(weights_TK, experts_TK, stats, num_places)
 
     def _drop(self, experts_TK: Tensor, num_rows: int) -> tuple[Tensor, int | None]:
         factor = self._capacity_factor()

@@ -19,8 +19,8 @@ from moe_zoo.layers.moe import MoELayer
 from moe_zoo.layers.norm import make_norm
 from moe_zoo.layers.router import RouterStats, TopKRouter
 from moe_zoo.ops.experts import Unit
-from moe_zoo.ops.rope import rotary_angles
-from moe_zoo.spec.architecture import Architecture, AttentionSpec, FeedForwardSpec, LatentAttentionSpec
+from moe_zoo.ops.rope import places_of
+from moe_zoo.spec.architecture import Architecture, FeedForwardSpec, LatentAttentionSpec
 
 
 class DecoderOutput(NamedTuple):
@@ -66,10 +66,11 @@ class SparseDecoder(nn.Module):
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        arch, angles = self.architecture, self._angles(positions)
+        arch = self.architecture
+        places = {spec: places_of(positions, spec) for spec in arch.attentions.values()}
         hidden, stats = input_ids if self.embed is None else _times(arch.embedding_scale, self.embed(input_ids)), []
         for name, layer in self.layers.items():
-            hidden, layer_stats = layer(hidden, angles[arch.attention_of(int(name))], mask, row_seeds, cache)
+            hidden, layer_stats = layer(hidden, places[arch.attention_of(int(name))], mask, row_seeds, cache)
             if layer_stats is not None:
                 stats.append(layer_stats)
         stacked = RouterStats(*map(torch.stack, zip(*stats, strict=True))) if stats else None
@@ -77,15 +78,6 @@ class SparseDecoder(nn.Module):
             return DecoderOutput(hidden, stacked)
         logits = self.head(self.norm(hidden))
         return DecoderOutput(logits if arch.logit_divisor == 1.0 else logits / arch.logit_divisor, stacked)
-
-    def _angles(self, positions: Tensor) -> dict[AttentionSpec | LatentAttentionSpec, tuple[Tensor, Tensor]]:
-        """Of each kind of attention, computed once where kinds rotate alike."""
-        made: dict[tuple, tuple[Tensor, Tensor]] = {}
-        kinds = self.architecture.attentions.values()
-        rotations = {spec: (spec.rotary_width, spec.rope_theta, spec.rope_scaling) for spec in kinds}
-        for rotation in rotations.values():
-            made[rotation] = made.get(rotation) or rotary_angles(positions, *rotation)
-        return {spec: made[rotation] for spec, rotation in rotations.items()}
 
     def wire_shapes(self, rows: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
         """Of what one stage hands to the next: here hidden states alone."""

@@ -16,16 +16,20 @@ def attend(
     *,
     scale: float | None = None,
     window: int | None = None,
+    reach_BS: Tensor | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """(B, H, S, value width). Fewer key heads than query heads are shared; queries are the last S of the K keys.
 
-    ``mask`` None is causal; ``window`` leaves a query that many keys, its own the last. A sink is a score beside those
-    of the keys, without a value (arXiv:2309.17453). ``scale`` of the scores: None is 1 / sqrt(d).
+    ``mask`` None is causal; ``window`` leaves a query that many keys, its own the last, ``reach_BS`` each its own number.
+    A sink is a score beside those of the keys, without a value (arXiv:2309.17453). ``scale`` None is 1 / sqrt(d).
     """
     scale = q_BHSd.shape[-1] ** -0.5 if scale is None else scale
     if window is not None:
         k_BHKd, v_BHKd, mask = _within(window, q_BHSd.shape[2], k_BHKd, v_BHKd, mask)
+    if reach_BS is not None:
+        seen = _reached(reach_BS, k_BHKd.shape[2])
+        mask = seen if mask is None else seen & mask
     if sinks_H is not None:
         q_BHSd, k_BHKd, v_BHKd, mask = _with_sinks(sinks_H / scale, q_BHSd, k_BHKd, v_BHKd, mask)
     S, K = q_BHSd.shape[2], k_BHKd.shape[2]
@@ -54,6 +58,14 @@ def _within(
     seen_SK = torch.ones(S, num_seen, dtype=torch.bool, device=k_BHKd.device)
     seen_SK = seen_SK.tril(num_seen - S).triu(num_seen - S - window + 1)
     return k_BHKd, v_BHKd, seen_SK if mask is None else seen_SK & mask
+
+
+def _reached(reach_BS: Tensor, K: int) -> Tensor:
+    """(B, 1, S, K), True for the keys that a query reaches."""
+    S = reach_BS.shape[1]
+    keys_K = torch.arange(K, device=reach_BS.device)
+    back_SK = keys_K[K - S :, None] - keys_K
+    return ((back_SK >= 0) & (back_SK < reach_BS[..., None]))[:, None]
 
 
 def _with_sinks(

@@ -73,6 +73,18 @@ def choose(
     return chosen, [scale * weight / total for weight in weights]
 
 
+def mix(logits: Tensor, top_k: int, tolerance: float) -> tuple[list[int], list[Tensor]]:
+    """Experts and weights of one token by SparseMixer."""
+    values, chosen, weights = logits.tolist(), [], []
+    for _ in range(top_k):
+        left = [e for e in range(len(values)) if e not in chosen]
+        best = max(left, key=lambda e: values[e])
+        near = [e for e in left if (values[best] - values[e]) / max(abs(values[e]), values[best]) <= 2 * tolerance]
+        chosen.append(best)
+        weights.append(logits[near].softmax(0)[near.index(best)])
+    return chosen, weights
+
+
 def allowed_experts(wanted: list[float], num_groups: int, groups_per_token: int, group_score: str) -> list[int]:
     """The experts of one token's best groups."""
     size = len(wanted) // num_groups

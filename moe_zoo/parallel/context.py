@@ -89,7 +89,14 @@ def split_rows(model: SparseDecoder, mesh: Mesh, method: str) -> None:
 
 
 def gathered_attend(
-    q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor | None, *, split: RowSplit, **how: Any
+    q_BHSd: Tensor,
+    k_BHSd: Tensor,
+    v_BHSd: Tensor,
+    mask: Tensor | None,
+    *,
+    split: RowSplit,
+    reach_BS: Tensor | None = None,
+    **how: Any,
 ) -> Tensor:
     """Own queries, keys of the whole row; a chunk of queries is not even shown the keys behind it."""
     keys_values = gather(torch.cat((k_BHSd, v_BHSd), dim=-1), 2, split.mesh.cp_group)
@@ -100,7 +107,8 @@ def gathered_attend(
     for half, chunk in enumerate((split.mesh.cp_rank, split.num_chunks - 1 - split.mesh.cp_rank)):
         own, end = slice(half * size, (half + 1) * size), (chunk + 1) * size
         seen = None if mask is None else mask[:, :, own, :end]
-        outs.append(attend(q_BHSd[:, :, own], k_BHSd[:, :, :end], v_BHSd[:, :, :end], seen, **how))
+        reach = None if reach_BS is None else reach_BS[:, own]
+        outs.append(attend(q_BHSd[:, :, own], k_BHSd[:, :, :end], v_BHSd[:, :, :end], seen, reach_BS=reach, **how))
     return torch.cat(outs, dim=2)
 
 
@@ -112,6 +120,7 @@ def ulysses_attend(
     *,
     split: RowSplit,
     sinks_H: Tensor | None = None,
+    reach_BS: Tensor | None = None,
     **how: Any,
 ) -> Tensor:
     """Some heads of the whole row in place of all heads of a part; key heads too few for the ranks are repeated."""
@@ -120,4 +129,5 @@ def ulysses_attend(
     keys = (x.repeat_interleave(repeats, dim=1) for x in (k_BHSd, v_BHSd))
     whole = (swap(x, 1, 2, group) for x in (q_BHSd, *keys))
     own_sinks = None if sinks_H is None else sinks_H.chunk(ranks)[split.mesh.cp_rank]
-    return swap(attend(*whole, mask, sinks_H=own_sinks, **how), 2, 1, group)
+    reach = None if reach_BS is None else gather(reach_BS, 1, group)
+    return swap(attend(*whole, mask, sinks_H=own_sinks, reach_BS=reach, **how), 2, 1, group)

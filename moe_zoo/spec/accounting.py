@@ -78,7 +78,7 @@ def block_flops_per_token(architecture: Architecture, layer: int, seq_len: int) 
         matrices += ffn_matrices(moe.shared, D) if moe.shared else 0
     else:
         matrices += ffn_matrices(architecture.feed_forward, D)
-    num_keys = min(seq_len, getattr(attention, "window", None) or seq_len)
+    num_keys = min(seq_len, *(getattr(attention, limit, None) or seq_len for limit in ("window", "chunk")))
     return 2 * matrices + 2 * num_keys * attention.num_heads * (attention.head_dim + attention.value_width)
 
 

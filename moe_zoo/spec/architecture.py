@@ -55,13 +55,18 @@ class AttentionSpec:
     head_dim: int
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    rotary_dim: int | None = None  # leading part of each head that is rotated; null: all of it
+    rotary_dim: int | None = None  # leading part of each head that is rotated; null: all of it; 0: none
     rope_interleaved: bool = False  # pairs (0, 1), (2, 3) ... in place of halves (ERNIE)
     qk_norm: bool = False  # RMSNorm of queries and keys
     qk_norm_over: Literal["head", "all"] = "head"  # each head by itself (Qwen3), or all of them together (OLMoE)
     bias: bool = False  # of query, key and value
     out_bias: bool = False  # of the output
+    qk_unit_norm: bool = False  # RMSNorm of queries and keys without gains, after the rotation (Llama 4)
     window: int | None = None  # keys that a query sees, its own among them; null: all before it (arXiv:2310.06825)
+    chunk: int | None = None  # a query sees its own chunk of a document alone, cut every so many tokens (Llama 4)
+    # Queries far into a document times 1 + temperature * ln(1 + floor((position + 1) / temperature_floor)).
+    temperature: float = 0.0  # Source: arXiv:2501.19399, as in transformers.models.llama4
+    temperature_floor: int = 8192
     sinks: bool = False  # a learned score per head that takes its share of the softmax and gives nothing (gpt-oss)
     scale: float | None = None  # of the scores; null: 1 / sqrt(head_dim)
     value_dim: int | None = None  # width of a value; null: head_dim
@@ -71,7 +76,8 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         _positive(self, "num_heads", "num_kv_heads", "head_dim", "rope_theta", "value_scale")
-        _positive(self, *(name for name in ("window", "scale", "value_dim") if getattr(self, name) is not None))
+        optional = ("window", "chunk", "scale", "value_dim")
+        _positive(self, "temperature_floor", *(name for name in optional if getattr(self, name) is not None))
         _one_of(self, "qk_norm_over", ("head", "all"))
         if self.num_heads % self.num_kv_heads:
             raise RecipeError(
@@ -80,7 +86,7 @@ class AttentionSpec:
             )
         if self.head_dim % 2:
             raise RecipeError(f"attention.head_dim: {self.head_dim}; rotary pairs need an even number; change it")
-        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim):
             raise RecipeError(
                 f"attention.rotary_dim: {self.rotary_dim}; must be even and at most head_dim = {self.head_dim}; "
                 f"null rotates all of it"
@@ -179,7 +185,10 @@ class RouterSpec:
 
     num_experts: int
     top_k: int = 1
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    # sparsemixer: of each choice, a softmax over the experts that are not far behind it (arXiv:2409.12136, section 2.1)
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    tolerance: float = 0.0  # of sparsemixer: how far behind, as a share
+    scales_input: bool = False  # the weight multiplies what an expert is given, not what it gives (Llama 4)
     normalize: bool = False  # chosen weights sum to one
     scale: float = 1.0  # multiplies the weights
     bias: bool = False  # of the logits, trained
@@ -197,7 +206,7 @@ class RouterSpec:
 
     def __post_init__(self) -> None:
         _positive(self, "num_experts", "top_k", "scale")
-        _one_of(self, "score", ("softmax", "sigmoid"))
+        _one_of(self, "score", ("softmax", "sigmoid", "sparsemixer"))
         if self.top_k > self.num_experts:
             raise RecipeError(
                 f"router.top_k: {self.top_k}; a token cannot choose more than num_experts = {self.num_experts}; "
@@ -209,8 +218,17 @@ class RouterSpec:
             factor = getattr(self, name)
             if factor is not None and factor <= 0:
                 raise RecipeError(f"router.{name}: {factor}; must be positive; null never drops a token")
+        if self.scales_input and self.top_k > 1:
+            raise RecipeError(
+                f"router.scales_input: true; each of top_k = {self.top_k} choices would want an input of its own; set "
+                f"top_k to 1"
+            )
         self._check_groups()
         self._check_choice()
+        if self.score == "sparsemixer" and (self.choice, self.num_groups, self.selection_bias) != ("token", 1, False):
+            raise RecipeError(
+                "router.score: sparsemixer; knows no groups, no selection_bias and no choice by experts; set score to softmax"
+            )
 
     def _check_groups(self) -> None:
         _positive(self, "num_groups", "groups_per_token")

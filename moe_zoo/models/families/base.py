@@ -249,6 +249,12 @@ def sparse_everywhere_back(architecture: Architecture, key: str = "num_local_exp
     }
 
 
+def only_layers(sparse: list[int], num_layers: int) -> dict[str, Any]:
+    """Fields of a MoESpec that has experts in these layers alone."""
+    dense = tuple(layer for layer in range(sparse[0], num_layers) if layer not in sparse)
+    return {"first_layer": sparse[0], "dense_layers": dense}
+
+
 def rope_back(spec: AttentionSpec | LatentAttentionSpec) -> dict[str, Any]:
     """``rope_parameters`` of a configuration."""
     values: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}

@@ -14,6 +14,7 @@ from moe_zoo.models.families.base import (
     common_back,
     heads,
     moe_rules,
+    only_layers,
     refused,
     rope_back,
     swiglu,
@@ -49,9 +50,8 @@ def _moe(config: PretrainedConfig) -> MoESpec:
     sparse = [layer for layer, kind in enumerate(config.mlp_layer_types) if kind == "sparse"]
     if not sparse:
         raise refused(config, "mlp_layer_types", "dense", "a sparse layer")
-    dense = tuple(layer for layer in range(sparse[0], config.num_hidden_layers) if layer not in sparse)
     experts = swiglu(config.moe_intermediate_size)
-    return MoESpec(router=biased_router(config), experts=experts, first_layer=sparse[0], dense_layers=dense)
+    return MoESpec(router=biased_router(config), experts=experts, **only_layers(sparse, config.num_hidden_layers))
 
 
 def write(architecture: Architecture) -> dict[str, Any]:

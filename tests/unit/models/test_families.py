@@ -51,6 +51,14 @@ GRANITE = {
     "attention_multiplier": 0.4,
     "logits_scaling": 6.0,
 }
+LLAMA4 = {
+    "num_local_experts": 4,
+    "intermediate_size_mlp": 28,
+    "attention_chunk_size": 7,
+    "no_rope_layers": [1, 0, 1],
+    "floor_scale": 5,
+    "attn_scale": 0.3,
+}
 ERNIE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 12}
 MIMO = DEEPSEEK | {
     "v_head_dim": 6,
@@ -64,6 +72,15 @@ CASES = {
         GRANITE,
         GRANITE
         | {"attention_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN, "residual_multiplier": 1},
+    ],
+    "phimoe": [
+        {"num_local_experts": 5, "router_jitter_noise": 0.4, "attention_bias": True, "lm_head_bias": True},
+        {"num_local_experts": 4, "sliding_window": 6},
+    ],
+    "llama4_text": [
+        LLAMA4,
+        LLAMA4 | {"attn_temperature_tuning": False, "use_qk_norm": False, "interleave_moe_layer_step": 2},
+        LLAMA4 | {"no_rope_layers": [1, 1, 1], "attention_bias": True, "rope_parameters": LLAMA3},
     ],
     "granitemoeshared": [GRANITE | {"shared_intermediate_size": 14}, GRANITE | {"num_key_value_heads": 1}],
     "ernie4_5_moe": [

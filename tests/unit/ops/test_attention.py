@@ -47,3 +47,18 @@ def test_a_mask_and_a_window_hold_together(has_sinks):
     for part in (slice(0, 4), slice(4, 9)):
         alone = attend(q[:, :, part], k[:, :, part], values[:, :, part], None, **how)
         torch.testing.assert_close(packed[:, :, part], alone, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+def test_a_reach_leaves_each_query_its_own_number_of_keys(has_sinks):
+    q, k, values, sinks = inputs(4, 9)
+    sinks_H = sinks if has_sinks else None
+    reach = torch.tensor([[1, 2, 3, 4], [9, 1, 40, 2]])
+    found = attend(q, k, values, None, reach_BS=reach, sinks_H=sinks_H)
+    for b in range(B):
+        for s in range(4):
+            seen = slice(max(0, 6 + s - int(reach[b, s])), 6 + s)
+            alone = attend(
+                q[b : b + 1, :, s : s + 1], k[b : b + 1, :, seen], values[b : b + 1, :, seen], None, sinks_H=sinks_H
+            )
+            torch.testing.assert_close(found[b : b + 1, :, s : s + 1], alone, atol=1e-12, rtol=0)
