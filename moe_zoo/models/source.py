@@ -89,6 +89,10 @@ class Source:
         whole = self.files.read(f"model.{name}", experts)
         return cut(whole) if ".experts." not in name else _cut_each(whole, cut)
 
+    def where(self, name: str) -> str:
+        """The file and the tensor of which a parameter of ours is made."""
+        return self._upstream.where(name) if self._upstream else self.files.where(f"model.{name}")
+
     @cached_property
     def _upstream(self) -> UpstreamWeights | None:
         return UpstreamWeights(self.family, self.architecture, self.files) if self.family else None

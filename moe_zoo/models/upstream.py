@@ -59,18 +59,19 @@ def _fill(model: SparseDecoder, source: Source, dtype: torch.dtype | None) -> No
             full = f"{path}.{name}".lstrip(".")
             if full == "head.weight" and model.architecture.tie_embeddings:
                 continue
-            values = _checked(full, source.values(full), param)
+            values = _checked(source, full, param)
             module.register_parameter(name, nn.Parameter(values.to(dtype or values.dtype)))
         for name, buffer in list(module.named_buffers(recurse=False)):
             full = f"{path}.{name}".lstrip(".")
-            module.register_buffer(name, _checked(full, source.values(full), buffer).to(buffer.dtype))
+            module.register_buffer(name, _checked(source, full, buffer).to(buffer.dtype))
 
 
-def _checked(name: str, values: Tensor, meta: Tensor) -> Tensor:
+def _checked(source: Source, name: str, meta: Tensor) -> Tensor:
+    values = source.values(name)
     if values.shape != meta.shape:
         raise CheckpointError(
-            f"weights of {name}: shape {tuple(values.shape)}; config.json says {tuple(meta.shape)}; one of the two is "
-            f"another model's"
+            f"{source.where(name)}: shape {tuple(values.shape)} as {name}; config.json says {tuple(meta.shape)}; one of the "
+            f"two is another model's"
         )
     return values.contiguous()
 

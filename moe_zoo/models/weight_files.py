@@ -49,6 +49,11 @@ class WeightFiles:
     def __contains__(self, name: str) -> bool:
         return name in self.file_of or name + MX_BLOCKS in self.file_of
 
+    def where(self, name: str) -> str:
+        """The file that holds a tensor, and the tensor."""
+        stored = next((full for full in (name, name + MX_BLOCKS) if full in self.file_of), None)
+        return f"{self.folder / self.file_of[stored]}: {stored}" if stored else f"{self.folder}: {name}"
+
     def unused(self) -> list[str]:
         """Tensors that nobody has read."""
         return sorted(self.file_of.keys() - self.seen)

@@ -69,11 +69,24 @@ def test_a_missing_tensor(folder):
 
 
 def test_a_shape_that_contradicts_the_configuration(folder):
+    path = shard_of(folder, Q)
     rewrite(folder, lambda tensors: tensors.update({Q: torch.zeros(2, 3)}))
     assert refusal(folder) == (
-        "weights of layers.1.attention.query.weight: shape (2, 3); config.json says (48, 24); one of the two is another "
-        "model's"
+        f"{path}: {Q}: shape (2, 3) as layers.1.attention.query.weight; config.json says (48, 24); one of the two is another "
+        f"model's"
     )
+
+
+@pytest.mark.parametrize("part", ["up", "down"])
+def test_an_expert_of_another_shape_than_its_peers(folder, part):
+    name = f"model.layers.1.mlp.experts.3.{part}_proj.weight"
+    path = shard_of(folder, name)
+    tensors = load_file(path)
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, path)
+    other = {"up": "model.layers.1.mlp.experts.3.gate_proj.weight", "down": name}[part]
+    assert refusal(folder).startswith(f"{shard_of(folder, other)}: {other}: shape")
+    assert refusal(folder).endswith("; fetch the file again")
 
 
 def test_a_tensor_that_nobody_reads(folder):
