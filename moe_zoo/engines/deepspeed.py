@@ -108,12 +108,14 @@ class DeepSpeedEngine(Engine):
         for kind, group in self.mesh.replicas.items():
             ds_groups._EXPERT_PARALLEL_GROUP[kind] = self.mesh.pod_group
             ds_groups._EXPERT_DATA_PARALLEL_GROUP[kind] = group
+        # Kinds may have the same ranks: ZeRO 3 then reduces them in one bucket, whose parameters must name one group.
+        first = {group: kind for kind, group in reversed(self.mesh.replicas.items())}
         for name, param in self.named.items():
             kind = self.placements[name].kind
             if kind != "stage":
                 param.allreduce, param.group_name = False, kind  # read by ZeRO 0 to 2, the next three by ZeRO 3
                 param.ds_zero_placement_family = "autoep_expert"
-                param.ds_zero_partition_group_name = kind
+                param.ds_zero_partition_group_name = first[self.mesh.replicas[kind]]
                 param.ds_zero_partition_process_group = self.mesh.replicas[kind]
 
     def _initialize(self) -> None:

@@ -22,13 +22,13 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.layer, self.spec, self.attend = layer, spec, attend
         width = spec.num_heads * spec.head_dim
-        self.query_down = nn.Linear(d_model, spec.query_rank, bias=False) if spec.query_rank else None
+        self.query_down = nn.Linear(d_model, spec.query_rank, bias=spec.bias) if spec.query_rank else None
         self.query_norm = nn.RMSNorm(spec.query_rank, eps=spec.norm_eps) if spec.query_rank else None
         self.query = nn.Linear(spec.query_rank or d_model, width, bias=False)
-        self.latent = nn.Linear(d_model, spec.kv_rank + spec.rope_dim, bias=False)
+        self.latent = nn.Linear(d_model, spec.kv_rank + spec.rope_dim, bias=spec.bias)
         self.latent_norm = nn.RMSNorm(spec.kv_rank, eps=spec.norm_eps)
         self.key_value = nn.Linear(spec.kv_rank, spec.num_heads * (spec.nope_dim + spec.value_dim), bias=False)
-        self.out = nn.Linear(spec.num_heads * spec.value_dim, d_model, bias=False)
+        self.out = nn.Linear(spec.num_heads * spec.value_dim, d_model, bias=spec.bias)
         scaling = spec.rope_scaling
         self.scale = spec.head_dim**-0.5 * (scaling.score_factor if scaling else 1.0)
 

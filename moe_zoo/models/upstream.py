@@ -18,7 +18,7 @@ from moe_zoo.models.families import FAMILIES
 from moe_zoo.models.mapping import upstream_tensors
 from moe_zoo.models.source import Source, difference
 from moe_zoo.spec.architecture import Architecture
-from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.spec.errors import CheckpointError, MoeZooError
 
 NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")  # of another family's configuration
@@ -85,16 +85,13 @@ def _is_beyond(name: str, architecture: Architecture) -> bool:
 
 def family_that_fits(architecture: Architecture) -> str | None:
     """The ``model_type`` under which transformers has a model of these very numbers; None: only we have it."""
-    for family in FAMILIES.values():
+    if architecture.moe and architecture.moe.router.eval_capacity_factor is not None:
+        return None  # nobody else drops tokens when a model is used
+    for family in (family for family in FAMILIES.values() if family.is_in_transformers):
         try:
             again = family.read(family.make_config(NO_IDS | family.write(architecture)))
-        except (
-            AttributeError,
-            TypeError,
-            CheckpointError,
-            StrictDataclassError,
-        ):  # the family asks for a part that this model has not
-            continue
+        except (AttributeError, TypeError, MoeZooError, StrictDataclassError):
+            continue  # the family asks for a part that this model has not
         if difference(again, architecture) is None:
             return family.model_type
     return None

@@ -35,7 +35,12 @@ SLICED = {  # layer -> its parameters: dimension that is cut, kind
         "out.bias": (0, "tp"),
         "sinks": (0, "tp"),
     },
-    LatentAttention: {"query.weight": (0, "tp"), "key_value.weight": (0, "tp"), "out.weight": (1, "tp")},
+    LatentAttention: {
+        "query.weight": (0, "tp"),
+        "key_value.weight": (0, "tp"),
+        "out.weight": (1, "tp"),
+        "out.bias": (0, "tp"),
+    },
     FeedForward: {
         "gate.weight": (0, "tp"),
         "gate.bias": (0, "tp"),

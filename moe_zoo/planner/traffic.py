@@ -10,7 +10,7 @@ number of times that ZeRO-3 gathers a weight depends on what its schedule still 
 from collections import Counter
 from collections.abc import Iterator
 
-from moe_zoo.spec.accounting import ffn_biases, ffn_matrices, latent_matrices
+from moe_zoo.spec.accounting import ffn_biases, ffn_matrices, latent_matrices, latent_vectors
 from moe_zoo.spec.architecture import Architecture, AttentionSpec, FeedForwardSpec, LatentAttentionSpec
 from moe_zoo.spec.layout import ParallelLayout
 from moe_zoo.spec.recipe import Recipe
@@ -52,7 +52,7 @@ def slice_sizes(architecture: Architecture, layout: ParallelLayout, layer: int) 
 def _attention_sizes(spec: AttentionSpec | LatentAttentionSpec, D: int, layout: ParallelLayout) -> Counter[str]:
     if isinstance(spec, LatentAttentionSpec):
         shared, heads = latent_matrices(D, spec)
-        return Counter({"stage": shared + spec.kv_rank + (spec.query_rank or 0), "tp": heads // layout.tp})
+        return Counter({"stage": shared + latent_vectors(spec), "tp": (heads + spec.bias * D) // layout.tp})
     norms_all = spec.qk_norm and spec.qk_norm_over == "all"
     kv_parts = min(layout.tp, spec.num_kv_heads)
     heads, key_heads = spec.num_heads // layout.tp, spec.num_kv_heads // kv_parts

@@ -120,10 +120,16 @@ def latent_matrices(d_model: int, spec: LatentAttentionSpec) -> tuple[int, int]:
     return shared, spec.num_heads * (heads + spec.value_dim * d_model)
 
 
+def latent_vectors(spec: LatentAttentionSpec) -> int:
+    """Elements of the norms and biases of its narrow vectors."""
+    narrow = spec.kv_rank + (spec.query_rank or 0)
+    return narrow + spec.bias * (narrow + spec.rope_dim)
+
+
 def _attention_vectors(spec: AttentionSpec | LatentAttentionSpec, d_model: int) -> int:
     """Biases, qk-norms and sinks of one attention."""
     if isinstance(spec, LatentAttentionSpec):
-        return spec.kv_rank + (spec.query_rank or 0)
+        return latent_vectors(spec) + spec.bias * d_model
     keys_values = spec.num_kv_heads * (spec.head_dim + spec.value_width)
     biases = spec.bias * (spec.num_heads * spec.head_dim + keys_values) + spec.out_bias * d_model
     normed = spec.num_heads + spec.num_kv_heads if spec.qk_norm_over == "all" else 2

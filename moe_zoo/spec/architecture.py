@@ -93,6 +93,11 @@ class AttentionSpec:
             )
 
     @property
+    def has_out_bias(self) -> bool:
+        """Whether the output has a bias."""
+        return self.out_bias
+
+    @property
     def value_width(self) -> int:
         """Width of a value."""
         return self.value_dim or self.head_dim
@@ -121,6 +126,7 @@ class LatentAttentionSpec:
     rope_scaling: RopeScaling | None = None
     rope_interleaved: bool = True  # pairs (0, 1), (2, 3) ... as DeepSeek's weights have them
     norm_eps: float = 1e-6  # of the two narrow vectors
+    bias: bool = False  # of the matrices that make narrow vectors, and of the output
 
     __pydantic_config__ = STRICT
 
@@ -138,6 +144,11 @@ class LatentAttentionSpec:
     def head_dim(self) -> int:
         """Width of a query or a key."""
         return self.nope_dim + self.rope_dim
+
+    @property
+    def has_out_bias(self) -> bool:
+        """Whether the output has a bias."""
+        return self.bias
 
     @property
     def value_width(self) -> int:
@@ -354,7 +365,7 @@ class Architecture:
     def has_output_biases(self) -> bool:
         """Whether a layer that tensor parallelism cuts adds a bias to its output."""
         dense = (self.feed_forward, *((self.moe.shared,) if self.moe and self.moe.shared else ()))
-        return any(getattr(spec, "out_bias", False) for spec in self.attentions.values()) or any(s.bias for s in dense)
+        return any(spec.has_out_bias for spec in self.attentions.values()) or any(spec.bias for spec in dense)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether block ``layer`` (from 0) has experts."""

@@ -19,6 +19,7 @@ from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.families import FAMILIES
 from moe_zoo.models.hub import load
 from moe_zoo.models.mapping import UpstreamWeights
+from moe_zoo.models.upstream import family_that_fits
 from moe_zoo.models.weight_files import WeightFiles
 
 LOGITS, GRADIENTS = 1e-5, 1e-4  # of the largest entry, in fp32
@@ -84,6 +85,7 @@ def check_family(
     reference.write(folder / "theirs")
     ours = load(folder / "theirs")
     _check_files(reference, ours, folder)
+    assert family_that_fits(ours.model.architecture) or not reference.is_in_transformers, "no family fits what was read"
     _check_generation(reference.model, ours)
     return _check_numbers(reference, ours, folder / "gradients")
 

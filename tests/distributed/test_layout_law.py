@@ -112,7 +112,7 @@ def test_static_capacity_and_experts_that_choose_when_rows_are_split(engine, cho
     check(recipe, world_size=4, starved=choice == "token")
 
 
-LATENT = {"num_heads": 4, "kv_rank": 5, "nope_dim": 3, "rope_dim": 4, "value_dim": 6, "query_rank": 7}
+LATENT = {"num_heads": 4, "kv_rank": 5, "nope_dim": 3, "rope_dim": 4, "value_dim": 6, "query_rank": 7, "bias": True}
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
@@ -129,7 +129,8 @@ def test_norms_over_all_heads_biases_and_a_gated_shared_expert_over_split_matric
     check(split_recipe(engine, parallel__tp=4, parallel__ep=2, **gated), world_size=4)
 
 
-GPT_OSS = {
+EVERYTHING = {
+    "train__seed": 4,  # of 3, a token that v is blind to
     "model__attention": {
         "num_heads": 4,
         "num_kv_heads": 2,
@@ -137,6 +138,8 @@ GPT_OSS = {
         "bias": True,
         "out_bias": True,
         "sinks": True,
+        "temperature": 0.5,
+        "temperature_floor": 4,
     },
     "model__local_attention": {
         "num_heads": 4,
@@ -145,6 +148,8 @@ GPT_OSS = {
         "value_dim": 5,
         "rope_theta": 300.0,
         "window": 5,
+        "chunk": 7,
+        "qk_unit_norm": True,
         "out_bias": True,
         "sinks": True,
     },
@@ -175,4 +180,4 @@ GPT_OSS = {
 )
 def test_windows_sinks_and_biases_over_split_heads_and_rows(engine, axes):
     changes = {f"parallel__{name}": value for name, value in axes.items()}
-    check(split_recipe(engine, **GPT_OSS | changes), world_size=4)
+    check(split_recipe(engine, **EVERYTHING | changes), world_size=4)

@@ -40,7 +40,7 @@ def write(architecture: Architecture) -> dict[str, Any]:
         numbers
         | {theirs: getattr(architecture, ours) for ours, theirs in SCALES.items()}
         | {
-            "attention_multiplier": architecture.attention.scale,
+            "attention_multiplier": architecture.attention.scale or architecture.attention.head_dim**-0.5,
             "logits_scaling": architecture.logit_divisor,
         }
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from moe_zoo.models.families.base import BLOCK, LAYER, LLAMA_RULES, Rule, refused, rope_back, scaling_of
+from moe_zoo.models.families.base import BLOCK, LAYER, LLAMA_RULES, Rule, rope_back, scaling_of
 from moe_zoo.spec.architecture import Architecture, LatentAttentionSpec, RopeScaling
 
 LATENT_RULES = (
@@ -17,6 +17,9 @@ LATENT_RULES = (
     Rule(LAYER + "self_attn.kv_a_layernorm.weight", BLOCK + "attention.latent_norm.weight"),
     Rule(LAYER + "self_attn.kv_b_proj.weight", BLOCK + "attention.key_value.weight"),
     Rule(LAYER + "self_attn.o_proj.weight", BLOCK + "attention.out.weight"),
+    Rule(LAYER + "self_attn.q_a_proj.bias", BLOCK + "attention.query_down.bias"),
+    Rule(LAYER + "self_attn.kv_a_proj_with_mqa.bias", BLOCK + "attention.latent.bias"),
+    Rule(LAYER + "self_attn.o_proj.bias", BLOCK + "attention.out.bias"),
 )
 QUERY = BLOCK + "attention.query.weight"
 
@@ -29,8 +32,6 @@ def query_rules(architecture: Architecture) -> tuple[Rule, ...]:
 
 def latent_attention(config: PretrainedConfig) -> LatentAttentionSpec:
     """The attention of a DeepSeek-shaped configuration."""
-    if config.attention_bias:
-        raise refused(config, "attention_bias", True, "attention_bias false")
     rope = config.rope_parameters
     scaling = scaling_of(config, rope)
     return LatentAttentionSpec(
@@ -43,6 +44,7 @@ def latent_attention(config: PretrainedConfig) -> LatentAttentionSpec:
         rope_theta=rope["rope_theta"],
         rope_scaling=replace(scaling, **_mscales(scaling, rope)) if scaling else None,
         rope_interleaved=getattr(config, "rope_interleave", True),
+        bias=bool(config.attention_bias),
     )
 
 
@@ -50,6 +52,7 @@ def latent_back(architecture: Architecture) -> dict[str, Any]:
     """The inverse, with ``rope_parameters`` that say the same without DeepSeek's two factors."""
     spec = architecture.attention
     return {
+        "attention_bias": spec.bias,
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_heads,
         "kv_lora_rank": spec.kv_rank,

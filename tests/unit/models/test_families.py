@@ -147,11 +147,12 @@ CASES = {
     ],
     "deepseek_v2": [
         LATENT | DEEPSEEK | {"topk_method": "group_limited_greedy", "q_lora_rank": None},
-        LATENT | DEEPSEEK | {"topk_method": "greedy", "n_shared_experts": 1},
+        LATENT | DEEPSEEK | {"topk_method": "greedy", "n_shared_experts": 1, "attention_bias": True},
     ],
     "deepseek_v3": [
         LATENT | DEEPSEEK,
         LATENT | DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1},
+        LATENT | DEEPSEEK | {"attention_bias": True},
         LATENT | DEEPSEEK | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 1.0}},
     ],
     "dots1": [

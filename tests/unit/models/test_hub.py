@@ -21,10 +21,33 @@ from tests.helpers import run_where_moe_zoo_is_not_installed
 IDS = torch.tensor([[5, 9, 13, 21, 7, 6], [30, 31, 32, 33, 8, 4]])
 
 
-@pytest.fixture(scope="module", params=["switch-lm-test", "topk-lm-test"])
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "bias": True, "out_bias": True, "sinks": True}
+TWO_KINDS = {
+    "attention": HEADS | {"rotary_dim": 0, "temperature": 0.5, "temperature_floor": 4, "value_dim": 6},
+    "local_attention": HEADS | {"window": 5, "chunk": 7, "qk_unit_norm": True, "rope_interleaved": True},
+    "local_layers": [0],
+    "residual_scale": 0.5,
+    "head_bias": True,
+}
+BIASED = {"bias": True, "limit": 0.5, "up_offset": 1.0, "activation": "quick_gelu", "gated": True, "d_ff": 16}
+
+
+def two_kinds():
+    """A model with all that attention and feed-forwards can have."""
+    values = moe_zoo.load_preset("topk-lm-test").to_dict() | TWO_KINDS
+    values["moe"] |= {"experts": BIASED, "shared": BIASED}
+    values["moe"]["router"] |= {"bias": True}
+    model = from_architecture(moe_zoo.Architecture.from_dict(values))
+    generator = torch.Generator().manual_seed(4)
+    for param in model.parameters():
+        param.data.normal_(std=0.2, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=["switch-lm-test", "topk-lm-test", "two kinds"])
 def saved(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    model = moe_zoo.load(request.param, seed=1)
+    folder = tmp_path_factory.mktemp("saved")
+    model = two_kinds() if request.param == "two kinds" else moe_zoo.load(request.param, seed=1)
     for name, buffer in model.named_buffers():
         if name.endswith("selection_bias"):
             buffer.copy_(torch.linspace(-0.1, 0.1, len(buffer)))
