@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_zoo.models.families import Family, Rule
 from moe_zoo.models.weight_files import WeightFiles
 from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.errors import CheckpointError
 
 Cut = Callable[[Tensor], Tensor]
 
@@ -32,11 +33,37 @@ class UpstreamWeights:
         if ".experts." not in name:
             return cut(self._joined(rules, layer))
         numbers = experts if experts is not None else range(self.num_experts)
-        return torch.stack([cut(self._joined(rules, layer, expert)) for expert in numbers])
+        first = cut(self._joined(rules, layer, numbers[0]))
+        stack = first.new_empty(len(numbers), *first.shape)
+        stack[0] = first
+        for own, expert in zip(stack[1:], numbers[1:], strict=True):
+            part = cut(self._joined(rules, layer, expert))
+            if part.shape != own.shape:
+                raise self._misfit(
+                    rules, layer, expert, f"shape {tuple(part.shape)} where others have {tuple(own.shape)}"
+                )
+            own.copy_(part)
+        return stack
+
+    def where(self, name: str) -> str:
+        """The file and the tensor of which a parameter is made, the first of several."""
+        pattern, layer = pattern_of(name)
+        return self.files.where(self.rules[pattern][0].theirs.format(layer=layer, expert=0))
+
+    def _misfit(self, rules: list[Rule], layer: int | None, expert: int | None, what: str) -> CheckpointError:
+        where = self.files.where(rules[0].theirs.format(layer=layer, expert=expert))
+        return CheckpointError(f"{where}: {what}; it does not go with its like; fetch the file again")
 
     def _joined(self, rules: list[Rule], layer: int | None, expert: int | None = None) -> Tensor:
-        blocks = [rule.as_ours(self._read(rule, layer, expert)) for rule in rules]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
+        blocks = [self._read(rule, layer, expert) for rule in rules]
+        if len(blocks) == 1:
+            return rules[0].as_ours(blocks[0])
+        shapes = {tuple(block.shape) for block in blocks}
+        if len(shapes) > 1:
+            raise self._misfit(rules, layer, expert, f"shapes {sorted(shapes)} in what is one matrix here")
+        if all(rule.is_only_transposed for rule in rules):
+            return torch.cat(blocks, dim=-2).t()  # joined as they lie: one copy turns them, not two
+        return torch.cat([rule.as_ours(block) for rule, block in zip(rules, blocks, strict=True)], dim=-1)
 
     def _read(self, rule: Rule, layer: int | None, expert: int | None) -> Tensor:
         name = rule.theirs.format(layer=layer, expert=expert)

@@ -89,6 +89,10 @@ class Source:
         whole = self.files.read(f"model.{name}", experts)
         return cut(whole) if ".experts." not in name else _cut_each(whole, cut)
 
+    def where(self, name: str) -> str:
+        """The file and the tensor of which a parameter of ours is made."""
+        return self._upstream.where(name) if self._upstream else self.files.where(f"model.{name}")
+
     @cached_property
     def _upstream(self) -> UpstreamWeights | None:
         return UpstreamWeights(self.family, self.architecture, self.files) if self.family else None
@@ -114,14 +118,15 @@ def difference(there: Architecture, here: Architecture) -> tuple[str, Any, Any] 
 
 
 def _without_idle_numbers(architecture: Architecture) -> Architecture:
-    """Numbers that nothing reads at their usual values: of groups that are one, of dense layers that are none."""
+    """What can be said in two ways, in one; numbers that nothing reads (of one group, of no dense layer) as usual."""
     moe = architecture.moe
     if moe is None:
         return architecture
     if moe.router.num_groups == 1:
         moe = replace(moe, router=replace(moe.router, groups_per_token=1, group_score="max"))
-    has_dense = len(architecture.sparse_layers) < architecture.num_layers
-    return replace(architecture, moe=moe, feed_forward=architecture.feed_forward if has_dense else moe.experts)
+    dense = tuple(layer for layer in range(architecture.num_layers) if not architecture.is_sparse(layer))
+    moe = replace(moe, first_layer=0, every=1, dense_layers=dense)
+    return replace(architecture, moe=moe, feed_forward=architecture.feed_forward if dense else moe.experts)
 
 
 def _flat(values: dict[str, Any], path: str = "") -> dict[str, Any]:

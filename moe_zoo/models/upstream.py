@@ -59,18 +59,19 @@ def _fill(model: SparseDecoder, source: Source, dtype: torch.dtype | None) -> No
             full = f"{path}.{name}".lstrip(".")
             if full == "head.weight" and model.architecture.tie_embeddings:
                 continue
-            values = _checked(full, source.values(full), param)
+            values = _checked(source, full, param)
             module.register_parameter(name, nn.Parameter(values.to(dtype or values.dtype)))
         for name, buffer in list(module.named_buffers(recurse=False)):
             full = f"{path}.{name}".lstrip(".")
-            module.register_buffer(name, _checked(full, source.values(full), buffer).to(buffer.dtype))
+            module.register_buffer(name, _checked(source, full, buffer).to(buffer.dtype))
 
 
-def _checked(name: str, values: Tensor, meta: Tensor) -> Tensor:
+def _checked(source: Source, name: str, meta: Tensor) -> Tensor:
+    values = source.values(name)
     if values.shape != meta.shape:
         raise CheckpointError(
-            f"weights of {name}: shape {tuple(values.shape)}; config.json says {tuple(meta.shape)}; one of the two is "
-            f"another model's"
+            f"{source.where(name)}: shape {tuple(values.shape)} as {name}; config.json says {tuple(meta.shape)}; one of the "
+            f"two is another model's"
         )
     return values.contiguous()
 
@@ -84,16 +85,13 @@ def _is_beyond(name: str, architecture: Architecture) -> bool:
 
 def family_that_fits(architecture: Architecture) -> str | None:
     """The ``model_type`` under which transformers has a model of these very numbers; None: only we have it."""
+    if architecture.moe and architecture.moe.router.eval_capacity_factor is not None:
+        return None  # nobody else drops tokens when a model is used
     for family in (family for family in FAMILIES.values() if family.is_in_transformers):
         try:
             again = family.read(family.make_config(NO_IDS | family.write(architecture)))
-        except (
-            AttributeError,
-            TypeError,
-            MoeZooError,
-            StrictDataclassError,
-        ):  # the family asks for a part that this model has not
-            continue
+        except (AttributeError, TypeError, MoeZooError, StrictDataclassError):
+            continue  # the family asks for a part that this model has not
         if difference(again, architecture) is None:
             return family.model_type
     return None

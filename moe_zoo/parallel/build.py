@@ -105,8 +105,8 @@ def _stored(source: Source, placements: dict[str, Placement]) -> Fill:
         values = source.values(placement.name, experts, lambda whole: reduce(take, cuts, whole))
         if values.shape != placement.local_shape:
             raise CheckpointError(
-                f"init: {source.name}: {placement.name}; shape {tuple(values.shape)} of this rank's slice; the recipe's "
-                f"model has {placement.local_shape}; one of the two is another model's"
+                f"init: {source.where(placement.name)}: shape {tuple(values.shape)} of this rank's slice of "
+                f"{placement.name}; the recipe's model has {placement.local_shape}; one of the two is another model's"
             )
         return values.float().contiguous()
 

@@ -63,7 +63,7 @@ def shape_rows(architecture: Architecture) -> list[tuple[str, str]]:
         ("layers", str(arch.num_layers)),
         ("width", f"{arch.d_model:,}"),
         ("vocabulary", f"{arch.vocab_size:,}{', embedding and head tied' if arch.tie_embeddings else ''}"),
-        ("attention", attention_text(arch.attention)),
+        *_attention_rows(arch),
         ("norm", f"{arch.norm}, eps {arch.norm_eps:g}"),
     ]
     if len(arch.sparse_layers) < arch.num_layers:
@@ -83,17 +83,41 @@ def shape_rows(architecture: Architecture) -> list[tuple[str, str]]:
     ]
 
 
+def _attention_rows(arch: Architecture) -> list[tuple[str, str]]:
+    if arch.local_attention is None:
+        return [("attention", attention_text(arch.attention))]
+    num_local = len(arch.local_layers)
+    return [
+        (f"attention of {arch.num_layers - num_local} layers", attention_text(arch.attention)),
+        (f"attention of {num_local} layers", attention_text(arch.local_attention)),
+    ]
+
+
 def attention_text(spec: AttentionSpec | LatentAttentionSpec) -> str:
     """One line on a layer's attention."""
-    scaling = spec.rope_scaling
-    rope = f"rope theta {spec.rope_theta:,.0f}" + (f", {scaling.kind} x {scaling.factor:g}" if scaling else "")
     if isinstance(spec, LatentAttentionSpec):
         ranks = f"keys and values from {spec.kv_rank}" + (
             f", queries from {spec.query_rank}" if spec.query_rank else ""
         )
-        return f"latent, {spec.num_heads} heads of {spec.nope_dim} + {spec.rope_dim}, {ranks}; {rope}"
-    extras = [text for text, holds in (("qk-norm", spec.qk_norm), ("biases", spec.bias)) if holds]
-    return "; ".join([f"{spec.num_heads} heads of {spec.head_dim}, {spec.num_kv_heads} of keys", rope, *extras])
+        return f"latent, {spec.num_heads} heads of {spec.nope_dim} + {spec.rope_dim}, {ranks}; {_rotation_text(spec)}"
+    extras = (
+        (f"a window of {spec.window}", spec.window),
+        (f"chunks of {spec.chunk:,}" if spec.chunk else "", spec.chunk),
+        ("sinks", spec.sinks),
+        ("qk-norm", spec.qk_norm or spec.qk_unit_norm),
+        ("biases", spec.bias or spec.out_bias),
+    )
+    width = f"{spec.head_dim}" + (f" (values {spec.value_dim})" if spec.value_dim else "")
+    parts = [f"{spec.num_heads} heads of {width}, {spec.num_kv_heads} of keys", _rotation_text(spec)]
+    return "; ".join([*parts, *(text for text, holds in extras if holds)])
+
+
+def _rotation_text(spec: AttentionSpec | LatentAttentionSpec) -> str:
+    if spec.rotary_width == 0:
+        return "no positions"
+    part = f" on {spec.rotary_width} of {spec.head_dim}" if spec.rotary_width < spec.head_dim else ""
+    scaling = spec.rope_scaling
+    return f"rope theta {spec.rope_theta:,.0f}{part}" + (f", {scaling.kind} x {scaling.factor:g}" if scaling else "")
 
 
 def feed_forward_text(spec: FeedForwardSpec) -> str:

@@ -33,7 +33,8 @@ def documented() -> list:
 
 
 def fenced(text: str) -> list[str]:
-    return [line for block in re.findall(r"^```\n(.*?)^```", text, re.S | re.M) for line in block.splitlines()]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
+    return [line for language, block in blocks if not language for line in block.splitlines()]
 
 
 def inline(text: str) -> list[str]:

@@ -11,7 +11,7 @@ import moe_zoo
 from moe_zoo.spec.presets import preset_names
 from moe_zoo.spec.recipe_file import load_recipe
 from tests.conftest import TOKENIZER
-from tests.unit.models.test_families import QWEN, SMALL, theirs
+from tests.unit.models.test_families import LLAMA3, QWEN, SMALL, theirs
 from tests.unit.test_cli import run
 
 ROOM = SMALL | {"vocab_size": 1024, "intermediate_size": 24}
@@ -84,6 +84,25 @@ def test_upcycle_writes_what_transformers_loads_and_computes_the_same(capsys, fo
     assert sparse.config.num_experts == 4 and sparse.config.moe_intermediate_size == 12
     torch.testing.assert_close(sparse(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-4)
     assert (tmp_path / "moe" / "tokenizer_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "kind"),
+    [
+        ("llama", {"rope_parameters": LLAMA3}, "mixtral"),
+        ("mistral", {"sliding_window": 9}, "mixtral"),
+        ("qwen2", {}, "moe_zoo, with its code"),  # transformers' Qwen2-MoE always has a shared expert
+    ],
+)
+def test_an_upcycled_model_is_of_the_family_that_has_its_numbers(capsys, tmp_path, model_type, values, kind):
+    theirs(model_type, ROOM | values).save_pretrained(tmp_path / "dense")
+    words = ("--experts", "4", "--top-k", "1", "--json")
+    code, told, err = run(capsys, "upcycle", str(tmp_path / "dense"), str(tmp_path / "moe"), *words)
+    assert code == 0, err
+    assert json.loads(told)["format"] == kind and json.loads(told)["largest_change"] < 1e-5
+    ids = torch.tensor([[3, 4, 5, 6] * 4])
+    dense, sparse = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("dense", "moe"))
+    torch.testing.assert_close(sparse(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def write(architecture: Architecture) -> dict[str, Any]:
     share = rope.pop("partial_rotary_factor", 1.0)
     return common_numbers(architecture) | {
         "architectures": [CODE],
+        "score_function": "sigmoid",
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,

@@ -40,6 +40,11 @@ class Rule(NamedTuple):
     has_one_row: bool = False  # theirs begins with a dimension of one
     rows: range | None = None  # of theirs: several of ours stand behind each other in it
 
+    @property
+    def is_only_transposed(self) -> bool:
+        """Whether theirs is a matrix of ours, turned, and nothing else."""
+        return self.is_transposed and not (self.is_stacked or self.is_interleaved or self.has_one_row or self.rows)
+
     def as_ours(self, values: Tensor) -> Tensor:
         """A block of ours from theirs."""
         values = values[0] if self.has_one_row else values

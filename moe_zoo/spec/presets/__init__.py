@@ -19,7 +19,7 @@ class Preset(NamedTuple):
     license_name: str | None = None  # where ``license`` is "other"
     hub: str | None = None  # id of the published weights
     about: str | None = None  # a few sentences for its card
-    published: tuple[float, float] | None = None  # billions of parameters, total and met by one token
+    published: tuple[float | None, ...] | None = None  # billions of parameters, total and met by one token
 
 
 def preset_names() -> list[str]:

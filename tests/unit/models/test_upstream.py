@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import moe_zoo
 from moe_zoo.spec.errors import CheckpointError
@@ -68,11 +69,24 @@ def test_a_missing_tensor(folder):
 
 
 def test_a_shape_that_contradicts_the_configuration(folder):
+    path = shard_of(folder, Q)
     rewrite(folder, lambda tensors: tensors.update({Q: torch.zeros(2, 3)}))
     assert refusal(folder) == (
-        "weights of layers.1.attention.query.weight: shape (2, 3); config.json says (48, 24); one of the two is another "
-        "model's"
+        f"{path}: {Q}: shape (2, 3) as layers.1.attention.query.weight; config.json says (48, 24); one of the two is another "
+        f"model's"
     )
+
+
+@pytest.mark.parametrize("part", ["up", "down"])
+def test_an_expert_of_another_shape_than_its_peers(folder, part):
+    name = f"model.layers.1.mlp.experts.3.{part}_proj.weight"
+    path = shard_of(folder, name)
+    tensors = load_file(path)
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, path)
+    other = {"up": "model.layers.1.mlp.experts.3.gate_proj.weight", "down": name}[part]
+    assert refusal(folder).startswith(f"{shard_of(folder, other)}: {other}: shape")
+    assert refusal(folder).endswith("; fetch the file again")
 
 
 def test_a_tensor_that_nobody_reads(folder):
@@ -159,3 +173,27 @@ def test_a_model_in_fp8_is_the_model_that_its_numbers_stand_for(tmp_path):
     assert torch.equal(model(ids).logits, moe_zoo.load(tmp_path / "plain")(ids).logits)
     model.save_pretrained(tmp_path / "again")
     assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
+
+
+def test_a_model_in_mxfp4_is_the_model_that_its_numbers_stand_for(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    theirs("gpt_oss", sizes).save_pretrained(tmp_path / "plain")
+    shutil.copytree(tmp_path / "plain", tmp_path / "mxfp4")
+    stored = load_file(tmp_path / "plain" / "model.safetensors")
+    meant = dict(stored)
+    for name in [name for name in stored if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(122, 127, blocks.shape[:-1], dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        meant[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(stored, tmp_path / "mxfp4" / "model.safetensors")
+    save_file(meant, tmp_path / "plain" / "model.safetensors")
+    values = json.loads((tmp_path / "mxfp4" / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "mxfp4" / "config.json").write_text(json.dumps(values))
+    ids = torch.tensor([[3, 4, 5]])
+    found, expected = moe_zoo.load(tmp_path / "mxfp4"), moe_zoo.load(tmp_path / "plain")
+    assert torch.equal(found(ids).logits, expected(ids).logits)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    torch.testing.assert_close(found(ids).logits, reference(ids).logits, rtol=1e-4, atol=1e-4)

@@ -328,10 +328,10 @@ def test_a_run_whose_numbers_a_family_has_is_exported_as_that_family(engine, tmp
     made = save_checkpoint(tmp_path / "checkpoints", engine, step=2)
     out = export_checkpoint(made, tmp_path / "theirs", family="auto")
     theirs, notes = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert theirs.config.model_type == "glm4_moe" and not notes["missing_keys"] and not notes["unexpected_keys"]
+    assert theirs.config.model_type == "dots1" and not notes["missing_keys"] and not notes["unexpected_keys"]
     ours = moe_zoo.load(export_checkpoint(made, tmp_path / "ours"))
     ids = torch.tensor([[3, 4, 5, 6]])
     torch.testing.assert_close(theirs(ids).logits, ours(ids).logits, rtol=1e-4, atol=1e-4)
     assert refusal(lambda: export_checkpoint(made, tmp_path / "no", family="mixtral")) == (
-        "export: --format mixtral; the model of this run is no mixtral; give glm4_moe, or auto, which finds it"
+        "export: --format mixtral; the model of this run is no mixtral; give dots1, or auto, which finds it"
     )
