@@ -14,6 +14,7 @@ from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.families import FAMILIES
 from moe_zoo.models.init import initialize
+from moe_zoo.models.seq2seq_lm import MoeZooForSeq2SeqLM, model_class
 from moe_zoo.models.upstream import load_upstream
 from moe_zoo.spec.accounting import weight_bytes
 from moe_zoo.spec.architecture import Architecture
@@ -21,7 +22,7 @@ from moe_zoo.spec.errors import CheckpointError, did_you_mean
 from moe_zoo.spec.presets import load_preset, preset_names
 
 
-def load(name: str | Path, *, seed: int = 0, **kwargs: Any) -> MoeZooForCausalLM:
+def load(name: str | Path, *, seed: int = 0, **kwargs: Any) -> MoeZooForCausalLM | MoeZooForSeq2SeqLM:
     """A model ready to generate: trained weights of a folder or Hub id, or a preset with fresh ones.
 
     ``kwargs`` go to ``from_pretrained``. Raises ``CheckpointError`` if there is no such model.
@@ -40,11 +41,12 @@ def load(name: str | Path, *, seed: int = 0, **kwargs: Any) -> MoeZooForCausalLM
     if not Path(name).exists() and len(Path(name).parts) > 1 and Path(name).parent.is_dir():
         raise CheckpointError(f"load: {name}; no such folder in {Path(name).parent}; check the path")
     try:
-        model_type = PretrainedConfig.get_config_dict(name)[0].get("model_type")
+        values = PretrainedConfig.get_config_dict(name)[0]
+        model_type = values.get("model_type")
         if model_type in FAMILIES:
             return load_upstream(_folder(name), model_type)
         if model_type == MoeZooConfig.model_type:
-            return MoeZooForCausalLM.from_pretrained(name, **kwargs)
+            return model_class(Architecture.from_dict(values["architecture"])).from_pretrained(name, **kwargs)
     except OSError as error:
         raise CheckpointError(
             f"load: {name}; not a folder, a reachable Hub id or a preset ({str(error).splitlines()[0]}); "
@@ -73,9 +75,9 @@ def _folder(name: str | Path) -> Path:
     return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model"]))
 
 
-def from_architecture(architecture: Architecture, **config: Any) -> MoeZooForCausalLM:
+def from_architecture(architecture: Architecture, **config: Any) -> MoeZooForCausalLM | MoeZooForSeq2SeqLM:
     """A model of this shape, weights still to be filled."""
-    return MoeZooForCausalLM(MoeZooConfig(architecture=architecture.to_dict(), **config))
+    return model_class(architecture)(MoeZooConfig(architecture=architecture.to_dict(), **config))
 
 
 @contextmanager

@@ -7,29 +7,36 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.decoder import SparseDecoder
-from moe_zoo.models.families import FAMILIES
+from moe_zoo.models.families import FAMILIES, Family
 from moe_zoo.models.mapping import UpstreamWeights, upstream_tensors
+from moe_zoo.models.seq2seq_lm import MoeZooForSeq2SeqLM, model_class
 from moe_zoo.models.weight_files import WeightFiles
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import CheckpointError
 
 
-def load_upstream(folder: Path, model_type: str) -> MoeZooForCausalLM:
+def load_upstream(folder: Path, model_type: str) -> MoeZooForCausalLM | MoeZooForSeq2SeqLM:
     """The model of a folder that another library wrote, in fp32."""
     family = FAMILIES[model_type]
     config = AutoConfig.from_pretrained(folder)
     architecture = family.read(config)
-    ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    ids = {name: value for name in names if (value := getattr(config, name, None)) is not None}
     with torch.device("meta"):
-        model = MoeZooForCausalLM(MoeZooConfig(architecture=architecture.to_dict(), upstream=config.to_dict(), **ids))
+        kind = model_class(architecture)
+        model = kind(MoeZooConfig(architecture=architecture.to_dict(), upstream=config.to_dict(), **ids))
     weights = UpstreamWeights(family, architecture, WeightFiles(folder))
     _fill(model.model, weights)
     model.tie_weights()
+    _check_copies(family.aliases(architecture), weights.files)
     if left := [name for name in weights.files.unused() if not _is_beyond(name, architecture)]:
         raise CheckpointError(
             f"{folder}: {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}; {model_type} has no such weight; "
@@ -53,6 +60,16 @@ def _fill(model: SparseDecoder, weights: UpstreamWeights) -> None:
             module.register_buffer(name, _checked(full, weights.values(full).float(), buffer))
 
 
+def _check_copies(aliases: dict[str, str], files: WeightFiles) -> None:
+    """Tensors that a folder holds twice must be the same."""
+    for copy, original in aliases.items():
+        if copy in files.file_of and not torch.equal(files.read(copy), files.read(original)):
+            raise CheckpointError(
+                f"{files.folder}: {copy}; it is not equal to {original}, of which this family has but one; train with "
+                f"both tied, or load the model with transformers"
+            )
+
+
 def _checked(name: str, values: Tensor, meta: Tensor) -> Tensor:
     if values.shape != meta.shape:
         raise CheckpointError(
@@ -69,16 +86,28 @@ def _is_beyond(name: str, architecture: Architecture) -> bool:
     return bool(match and int(match[1]) >= architecture.num_layers) or name.endswith("inv_freq") or tied
 
 
-def save_upstream(model: MoeZooForCausalLM, folder: Path, max_shard_size: str = "5GB", **_: object) -> None:
+def _copies(family: Family, architecture: Architecture, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Written where transformers would not make them itself: without tied embeddings it unties all of them."""
+    if architecture.tie_embeddings:
+        return {}
+    return {copy: tensors[original].clone() for copy, original in family.aliases(architecture).items()}
+
+
+def save_upstream(
+    model: MoeZooForCausalLM | MoeZooForSeq2SeqLM, folder: Path, max_shard_size: str = "5GB", **_: object
+) -> None:
     """Write what transformers, vLLM and SGLang load: the family's configuration and names, each expert by itself."""
     upstream = dict(model.config.upstream)
     family = FAMILIES[upstream["model_type"]]
     values = upstream | family.write(model.model.architecture)
     config = AutoConfig.for_model(**values)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
+    is_seq2seq = model.model.architecture.encoder is not None
+    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if is_seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config.architectures = [known[family.model_type]]
     folder.mkdir(parents=True, exist_ok=True)
     named = [*model.model.named_parameters(), *model.model.named_buffers()]
     tensors = dict(upstream_tensors(family, model.model.architecture, ((n, values.detach()) for n, values in named)))
+    tensors |= _copies(family, model.model.architecture, tensors)
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
     config.save_pretrained(folder)
     if model.generation_config is not None:

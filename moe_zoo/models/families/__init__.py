@@ -10,12 +10,24 @@ from moe_zoo.models.families import (
     olmoe,
     qwen2_moe,
     qwen3_moe,
+    switch_transformers,
 )
 from moe_zoo.models.families.base import Family, Rule
 
 FAMILIES = {
     module.FAMILY.model_type: module.FAMILY
-    for module in (deepseek_v2, deepseek_v3, dots1, glm4_moe, minimax_m2, mixtral, olmoe, qwen2_moe, qwen3_moe)
+    for module in (
+        deepseek_v2,
+        deepseek_v3,
+        dots1,
+        glm4_moe,
+        minimax_m2,
+        mixtral,
+        olmoe,
+        qwen2_moe,
+        qwen3_moe,
+        switch_transformers,
+    )
 }
 
 __all__ = ["FAMILIES", "Family", "Rule"]

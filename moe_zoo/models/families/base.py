@@ -17,7 +17,7 @@ from moe_zoo.spec.errors import CheckpointError
 class Rule(NamedTuple):
     """``theirs`` is block ``block`` of ``blocks`` of the last dimension of ``ours``, perhaps transposed.
 
-    Both names hold ``{layer}``; with ``{expert}`` in theirs, ours is a stack of which it is one entry.
+    Both names hold ``{layer}``, or each its own number; with ``{expert}`` in theirs, ours is a stack of which it is one entry.
     """
 
     theirs: str
@@ -36,6 +36,7 @@ class Family:
     write: Callable[[Architecture], dict[str, Any]]  # the numbers that an Architecture holds, by their names there
     rules: tuple[Rule, ...]
     more_rules: Callable[[Architecture], tuple[Rule, ...]] = lambda _: ()  # those that depend on the numbers
+    aliases: Callable[[Architecture], dict[str, str]] = lambda _: {}  # copies that its files may hold -> originals
 
     def rules_of(self, architecture: Architecture) -> tuple[Rule, ...]:
         """All of them, for a model of these numbers."""
