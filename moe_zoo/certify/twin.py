@@ -39,6 +39,7 @@ def tiny_twin(recipe: Recipe, ranks: int) -> Recipe:
     values = recipe.to_dict()
     values |= {
         "name": f"{recipe.name}-twin",
+        "init": None,
         "data": {"path": "none", "tokenizer": "none", "seq_len": SEQ_LEN},
         "train": {"steps": STEPS, "global_batch": ROWS_PER_RANK * ranks},
         "optim": {"lr": 1e-2, "eps": ADAM_EPS, "clip": CLIP, "schedule": "constant"}

@@ -28,6 +28,7 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
     _supports_sdpa = True
+    companions: Path | None = None  # folder whose tokenizer is saved with the model
     _tied_weights_keys: ClassVar[dict[str, str]] = {"model.head.weight": "model.embed.weight"}
 
     def __init__(self, config: MoeZooConfig):

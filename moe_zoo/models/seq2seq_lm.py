@@ -27,6 +27,7 @@ class MoeZooForSeq2SeqLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     _no_split_modules: ClassVar[list[str]] = ["RelativeBlock"]
     _supports_sdpa = True
+    companions: Path | None = None  # folder whose tokenizer is saved with the model
     _tied_weights_keys: ClassVar[dict[str, str]] = {"model.head.weight": "model.embed.weight"}
     get_input_embeddings = MoeZooForCausalLM.get_input_embeddings
     set_input_embeddings = MoeZooForCausalLM.set_input_embeddings

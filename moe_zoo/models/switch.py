@@ -110,7 +110,7 @@ class SparseEncoderDecoder(nn.Module):
 
     def _biases(self, tables: Tensor, encoder_len: int, decoder_len: int) -> tuple[Tensor | None, Tensor | None]:
         """Of the halves that have a block here."""
-        first, last = int(next(iter(self.layers))), int(next(reversed(self.layers)))
+        first, *_, last = [*map(int, self.layers)] * 2  # there may be but one
         return (
             self.encoder_bias(tables[0], encoder_len) if first < self.num_encoder_layers else None,
             self.decoder_bias(tables[1], decoder_len) if last >= self.num_encoder_layers else None,

@@ -1,6 +1,7 @@
 """Models of other people's families: a folder of theirs -> ours, and back."""
 
 import re
+import shutil
 from pathlib import Path
 
 import torch
@@ -16,57 +17,66 @@ from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.models.families import FAMILIES, Family
-from moe_zoo.models.mapping import UpstreamWeights, upstream_tensors
+from moe_zoo.models.mapping import upstream_tensors
 from moe_zoo.models.seq2seq_lm import MoeZooForSeq2SeqLM, model_class
-from moe_zoo.models.weight_files import WeightFiles
+from moe_zoo.models.source import Source
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import CheckpointError
 
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.tiktoken",
+)
 
-def load_upstream(folder: Path, model_type: str) -> MoeZooForCausalLM | MoeZooForSeq2SeqLM:
-    """The model of a folder that another library wrote, in fp32."""
-    family = FAMILIES[model_type]
-    config = AutoConfig.from_pretrained(folder)
-    architecture = family.read(config)
+
+def load_upstream(source: Source, dtype: torch.dtype | None = torch.float32) -> MoeZooForCausalLM | MoeZooForSeq2SeqLM:
+    """The model of a folder that another library wrote; ``dtype`` None keeps that of each tensor."""
+    config, architecture = source.config, source.architecture
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-    ids = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    ids = {name: getattr(config, name, None) for name in names}
     with torch.device("meta"):
         kind = model_class(architecture)
         model = kind(MoeZooConfig(architecture=architecture.to_dict(), upstream=config.to_dict(), **ids))
-    weights = UpstreamWeights(family, architecture, WeightFiles(folder))
-    _fill(model.model, weights)
+    _fill(model.model, source, dtype)
     model.tie_weights()
-    _check_copies(family.aliases(architecture), weights.files)
-    if left := [name for name in weights.files.unused() if not _is_beyond(name, architecture)]:
+    _check_copies(source)
+    if left := [name for name in source.files.unused() if not _is_beyond(name, architecture)]:
         raise CheckpointError(
-            f"{folder}: {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}; {model_type} has no such weight; "
-            f"the files are another model's than config.json says"
+            f"{source.folder}: {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}; "
+            f"{source.family.model_type} has no such weight; the files are another model's than config.json says"
         )
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if (source.folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source.folder)
+    model.companions = source.folder
     return model.eval()
 
 
 @torch.no_grad()
-def _fill(model: SparseDecoder, weights: UpstreamWeights) -> None:
+def _fill(model: SparseDecoder, source: Source, dtype: torch.dtype | None) -> None:
     for path, module in model.named_modules():
         for name, param in list(module.named_parameters(recurse=False)):
             full = f"{path}.{name}".lstrip(".")
             if full == "head.weight" and model.architecture.tie_embeddings:
                 continue
-            module.register_parameter(name, nn.Parameter(_checked(full, weights.values(full).float(), param)))
+            values = _checked(full, source.values(full), param)
+            module.register_parameter(name, nn.Parameter(values.to(dtype or values.dtype)))
         for name, buffer in list(module.named_buffers(recurse=False)):
             full = f"{path}.{name}".lstrip(".")
-            module.register_buffer(name, _checked(full, weights.values(full).float(), buffer))
+            module.register_buffer(name, _checked(full, source.values(full), buffer).to(buffer.dtype))
 
 
-def _check_copies(aliases: dict[str, str], files: WeightFiles) -> None:
+def _check_copies(source: Source) -> None:
     """Tensors that a folder holds twice must be the same."""
-    for copy, original in aliases.items():
-        if copy in files.file_of and not torch.equal(files.read(copy), files.read(original)):
+    for copy, original in source.family.aliases(source.architecture).items():
+        if copy in source.files.file_of and not torch.equal(source.files.read(copy), source.files.read(original)):
             raise CheckpointError(
-                f"{files.folder}: {copy}; it is not equal to {original}, of which this family has but one; train with "
-                f"both tied, or load the model with transformers"
+                f"{source.folder}: {copy}; it is not equal to {original}, and this family has but one of them; train "
+                f"the two as one, or load the model with transformers"
             )
 
 
@@ -112,3 +122,13 @@ def save_upstream(
     config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
+    copy_companions(model, folder)
+
+
+def copy_companions(model: MoeZooForCausalLM | MoeZooForSeq2SeqLM, folder: Path) -> None:
+    """The tokenizer that the model was loaded with, file by file."""
+    if model.companions is None or model.companions.resolve() == folder.resolve():
+        return
+    for pattern in TOKENIZER_FILES:
+        for file in model.companions.glob(pattern):
+            shutil.copy2(file, folder / file.name)

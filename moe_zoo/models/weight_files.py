@@ -1,48 +1,97 @@
-"""The safetensors of a folder, read one tensor at a time."""
+"""The safetensors of a folder, read one tensor at a time, quantised ones as the numbers that they stand for."""
 
 import json
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moe_zoo.models.quantised import from_fp8_blocks, from_mxfp4
 from moe_zoo.spec.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FP8_SCALE, MX_BLOCKS, MX_SCALES = "_scale_inv", "_blocks", "_scales"
+FP8_BLOCK = (128, 128)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class WeightFiles:
-    """All tensors of a folder, read one at a time. Raises ``CheckpointError`` that names file and tensor."""
+    """All tensors of a folder. Raises ``CheckpointError`` that names file and tensor.
+
+    One file is open at a time: what is mapped of a checkpoint counts as memory of the process on some systems.
+    """
 
     def __init__(self, folder: Path):
         self.folder, self.seen = folder, set()
+        self.open_file: tuple[Path, Any] | None = None
         self.file_of = self._index()
 
-    def read(self, name: str) -> Tensor:
-        """A tensor, whole."""
+    def read(self, name: str, entries: range | None = None) -> Tensor:
+        """A tensor, or ``entries`` of its first dimension alone. FP8 and MXFP4 weights come as fp32."""
+        if name + MX_BLOCKS in self.file_of:
+            # As gpt-oss has it: (experts, outputs, inputs) when unpacked, and inputs first where it is not packed.
+            blocks, scales = (self._stored(name + end, entries) for end in (MX_BLOCKS, MX_SCALES))
+            return from_mxfp4(blocks, scales).transpose(-1, -2)
+        values = self._stored(name, entries)
+        if values.dtype not in FP8:
+            return values
+        if entries is not None or values.dim() != 2:
+            raise CheckpointError(
+                f"{self.folder}: {name}; FP8 of shape {tuple(values.shape)}; moe-zoo reads FP8 matrices with a scale per "
+                f"block, one tensor each; convert the checkpoint to bf16"
+            )
+        return self._unscaled(name, values)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.file_of or name + MX_BLOCKS in self.file_of
+
+    def unused(self) -> list[str]:
+        """Tensors that nobody has read."""
+        return sorted(self.file_of.keys() - self.seen)
+
+    @cached_property
+    def fp8_block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        rows, columns = config.get("quantization_config", {}).get("weight_block_size") or FP8_BLOCK
+        return rows, columns
+
+    def _unscaled(self, name: str, values: Tensor) -> Tensor:
+        scales, block = self._stored(name + FP8_SCALE), self.fp8_block
+        expected = tuple(-(-size // width) for size, width in zip(values.shape, block, strict=True))
+        if tuple(scales.shape) != expected:
+            raise CheckpointError(
+                f"{self.folder}: {name + FP8_SCALE}; shape {tuple(scales.shape)}; a weight of {tuple(values.shape)} in "
+                f"blocks of {block} has {expected} scales; config.json's weight_block_size or the file is wrong"
+            )
+        return from_fp8_blocks(values, scales, block)
+
+    def _stored(self, name: str, entries: range | None = None) -> Tensor:
         if name not in self.file_of:
             raise CheckpointError(
                 f"{self.folder}: {name}; no file of the folder has it; the download is incomplete or another model's"
             )
         path = self.folder / self.file_of[name]
         try:
-            with safe_open(path, "pt") as file:
-                self.seen.add(name)
-                return file.get_tensor(name)
+            file = self._opened(path)
+            self.seen.add(name)
+            return file.get_tensor(name) if entries is None else file.get_slice(name)[entries.start : entries.stop]
         except (SafetensorError, OSError) as error:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{path}: {name}; {reason}; fetch the file again") from None
 
-    def unused(self) -> list[str]:
-        """Tensors that nobody has read."""
-        return sorted(self.file_of.keys() - self.seen)
+    def _opened(self, path: Path) -> Any:
+        if self.open_file is None or self.open_file[0] != path:
+            self.open_file = None  # closed before the next one opens
+            self.open_file = (path, safe_open(path, "pt"))
+        return self.open_file[1]
 
     def _index(self) -> dict[str, str]:
         if (self.folder / INDEX).is_file():
-            file_of: dict[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
-            for missing in sorted({file for file in file_of.values() if not (self.folder / file).is_file()}):
-                raise CheckpointError(f"{self.folder}: {missing}; {INDEX} names it and it is not there; fetch it")
-            return file_of
+            return self._sharded()
         if (self.folder / SINGLE).is_file():
             try:
                 with safe_open(self.folder / SINGLE, "pt") as file:
@@ -59,3 +108,14 @@ class WeightFiles:
                 f"transformers' save_pretrained"
             )
         raise CheckpointError(f"{self.folder}: no {SINGLE} and no {INDEX}; give a folder that holds a model's weights")
+
+    def _sharded(self) -> dict[str, str]:
+        try:
+            file_of: dict[str, str] = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError):
+            raise CheckpointError(
+                f"{self.folder / INDEX}: it is no JSON with a weight_map; the file is truncated or damaged; fetch it again"
+            ) from None
+        for missing in sorted({file for file in file_of.values() if not (self.folder / file).is_file()}):
+            raise CheckpointError(f"{self.folder}: {missing}; {INDEX} names it and it is not there; fetch it")
+        return file_of

@@ -10,15 +10,18 @@ from torch import Tensor, nn
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.models.decoder import DecoderOutput, SparseDecoder
 from moe_zoo.models.init import initial_values
+from moe_zoo.models.source import Source
 from moe_zoo.parallel.context import split_rows
 from moe_zoo.parallel.experts import spread_experts
-from moe_zoo.parallel.placement import Placement, take
+from moe_zoo.parallel.placement import Cut, Placement, take
 from moe_zoo.parallel.tensor import split_tensors
 from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.errors import CheckpointError
 from moe_zoo.spec.recipe import Parallel, Recipe
 from moe_zoo.spec.stages import cut_stages
 
 T = TypeVar("T")
+Fill = Callable[[str, Tensor], Tensor]  # (name, what stands there on the meta device) -> its values
 
 
 class RankStages(nn.Module):
@@ -44,8 +47,12 @@ class PlacedModel(NamedTuple):
     placements: dict[str, Placement]
 
 
-def build_model(recipe: Recipe, mesh: Mesh, seed: int) -> PlacedModel:
-    """This rank's share of the recipe's model with its initial weights, a pure function of (architecture, seed)."""
+def build_model(recipe: Recipe, mesh: Mesh, seed: int, source: Source | None = None) -> PlacedModel:
+    """This rank's share of the recipe's model with its first weights.
+
+    They are a pure function of (architecture, seed), or with a ``source`` of that architecture this rank's slices of
+    what it holds: one tensor of a file is in memory beside them.
+    """
     architecture = recipe.model
     cuts = cut_stages(architecture, mesh.layout.num_stages, recipe.data.seq_len)
     stages, placements = {}, {}
@@ -53,7 +60,8 @@ def build_model(recipe: Recipe, mesh: Mesh, seed: int) -> PlacedModel:
         with torch.device("meta"):
             stages[index] = SparseDecoder(architecture, cuts[index])
         placements |= split(stages[index], mesh, recipe.parallel)
-        materialize(stages[index], _initial(architecture, placements, seed), mesh.device)
+        fill = _initial(architecture, placements, seed) if source is None else _stored(source, placements)
+        materialize(stages[index], fill, mesh.device)
     return PlacedModel(RankStages(stages), placements)
 
 
@@ -74,26 +82,52 @@ def _whole_name(name: str, model: SparseDecoder) -> str:
     return "embed.weight" if is_copy else name
 
 
-def _initial(architecture: Architecture, placements: dict[str, Placement], seed: int) -> Callable[[str], Tensor]:
-    def fill(name: str) -> Tensor:
+def _initial(architecture: Architecture, placements: dict[str, Placement], seed: int) -> Fill:
+    def fill(name: str, meta: Tensor) -> Tensor:
+        if name not in placements:
+            return torch.zeros_like(meta, device="cpu")
         placement = placements[name]
-        cuts, experts = placement.cuts, None
-        if ".experts." in name and cuts and cuts[0].dim == 0:
-            size, cuts = placement.local_shape[0], cuts[1:]
-            experts = range(placement.cuts[0].index * size, (placement.cuts[0].index + 1) * size)
+        experts, cuts = _own_experts(name, placement)
         values = initial_values(architecture, placement.name, placement.shape, seed, experts)
         return reduce(take, cuts, values).contiguous()
 
     return fill
 
 
-def materialize(model: nn.Module, fill: Callable[[str], Tensor], device: torch.device) -> None:
-    """Replace every meta parameter by ``fill(name)`` once, tied ones included; buffers start at zero."""
+def _stored(source: Source, placements: dict[str, Placement]) -> Fill:
+    def fill(name: str, meta: Tensor) -> Tensor:
+        placement = placements.get(name)
+        if placement is None:
+            return source.values(name).to(meta.dtype)
+        experts, cuts = _own_experts(name, placement)
+        if ".experts." in name:  # the source cuts one expert at a time
+            cuts = tuple(cut._replace(dim=cut.dim - 1) for cut in cuts)
+        values = source.values(placement.name, experts, lambda whole: reduce(take, cuts, whole))
+        if values.shape != placement.local_shape:
+            raise CheckpointError(
+                f"init: {source.name}: {placement.name}; shape {tuple(values.shape)} of this rank's slice; the recipe's "
+                f"model has {placement.local_shape}; one of the two is another model's"
+            )
+        return values.float().contiguous()
+
+    return fill
+
+
+def _own_experts(name: str, placement: Placement) -> tuple[range | None, tuple[Cut, ...]]:
+    """(which experts of a stack are here, None: all or it is no stack; the cuts that are left)."""
+    if ".experts." not in name or not placement.cuts or placement.cuts[0].dim != 0:
+        return None, placement.cuts
+    size, index = placement.local_shape[0], placement.cuts[0].index
+    return range(index * size, (index + 1) * size), placement.cuts[1:]
+
+
+def materialize(model: nn.Module, fill: Fill, device: torch.device) -> None:
+    """Replace every meta parameter and buffer by ``fill(name, itself)`` once, tied parameters included."""
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, param in list(module.named_parameters(recurse=False)):
             if id(param) not in made:
-                made[id(param)] = nn.Parameter(fill(f"{path}.{name}".lstrip(".")).to(device))
+                made[id(param)] = nn.Parameter(fill(f"{path}.{name}".lstrip("."), param).to(device))
             setattr(module, name, made[id(param)])
         for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.zeros_like(buffer, device=device))
+            setattr(module, name, fill(f"{path}.{name}".lstrip("."), buffer).to(device))

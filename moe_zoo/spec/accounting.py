@@ -5,7 +5,13 @@ Letters: D model width, F expert width, E experts, K choices, H heads, S sequenc
 
 from typing import NamedTuple
 
-from moe_zoo.spec.architecture import Architecture, FeedForwardSpec, LatentAttentionSpec, MoESpec
+from moe_zoo.spec.architecture import (
+    Architecture,
+    FeedForwardSpec,
+    LatentAttentionSpec,
+    MoESpec,
+    RelativeAttentionSpec,
+)
 
 # bf16: weight 2, gradient 2, master and moments 12; fp32: 4 of each. Source: ZeRO, arXiv:1910.02054, section 3.1.
 TRAINING_BYTES_PER_PARAMETER = 16
@@ -15,8 +21,8 @@ class Parameters(NamedTuple):
     """Parameters by where they sit, over all layers. A router's selection bias is a buffer and not counted."""
 
     embedding: int  # V D
-    attention: int  # q, k, v, o, their biases, and the qk-norms
-    norms: int  # two per block and the final one
+    attention: int  # q, k, v, o, their biases, and the qk-norms; of a decoder on its encoder too, and both tables
+    norms: int  # two per block and the final one; a third in blocks that read an encoder, which ends in one as well
     feed_forward: int  # of the dense layers
     router: int  # E D per sparse layer
     experts: int  # all of them
@@ -34,10 +40,13 @@ def parameters(architecture: Architecture) -> Parameters:
     moe, num_sparse = architecture.moe, len(architecture.sparse_layers)
     vocabulary = architecture.vocab_size * D
     norm = D if architecture.norm == "rmsnorm" else 2 * D
+    reading = L - architecture.num_encoder_layers if architecture.encoder else 0  # blocks that read an encoder
     return Parameters(
         embedding=vocabulary,
-        attention=L * (_attention_matrices(architecture) + _attention_vectors(architecture)),
-        norms=(2 * L + 1) * norm,
+        attention=(L + reading) * _attention_matrices(architecture)
+        + L * _attention_vectors(architecture)
+        + position_tables(architecture),
+        norms=(2 * L + 1 + (reading + 1 if architecture.encoder else 0)) * norm,
         feed_forward=(L - num_sparse) * _ffn(architecture.feed_forward, D),
         router=num_sparse * moe.router.num_experts * D if moe else 0,
         experts=num_sparse * moe.router.num_experts * _ffn(moe.experts, D) if moe else 0,
@@ -57,20 +66,35 @@ def num_active_parameters(architecture: Architecture) -> int:
     return counts.total - counts.experts + _active_experts(architecture, counts)
 
 
-def forward_flops_per_token(architecture: Architecture, seq_len: int) -> int:
-    """FLOPs of one token in a forward pass.
+def forward_flops_per_token(architecture: Architecture, seq_len: int, encoder_len: int = 0) -> int:
+    """FLOPs of one token in a forward pass. Of an encoder-decoder: of a row, over its ``seq_len`` tokens.
 
     ``2 * (matrix parameters the token is multiplied with) + 4 L S H head_dim``: an element of a matrix costs one
     multiply and one add; scores and their use on the values cost ``2 S H head_dim`` each, with no discount for the
     causal mask. Norms, activations, rotations and the embedding's look-up are not counted, dropped tokens are not
     subtracted. Source: PaLM, arXiv:2204.02311, appendix B, of which this is a third (it counts the backward pass).
     """
-    blocks = (block_flops_per_token(architecture, layer, seq_len) for layer in range(architecture.num_layers))
-    return sum(blocks) + head_flops_per_token(architecture)
+    layers = range(architecture.num_layers)
+    blocks = (block_flops_per_token(architecture, layer, seq_len, encoder_len) for layer in layers)
+    return sum(blocks) + head_flops_per_token(architecture, seq_len, encoder_len)
 
 
-def block_flops_per_token(architecture: Architecture, layer: int, seq_len: int) -> int:
+def block_flops_per_token(architecture: Architecture, layer: int, seq_len: int, encoder_len: int = 0) -> int:
     """Forward FLOPs of one token in block ``layer``, counted as in ``forward_flops_per_token``."""
+    if not architecture.encoder:
+        return _block_flops(architecture, layer, seq_len)
+    decoder_len, spec = seq_len - encoder_len, architecture.attention
+    if layer < architecture.num_encoder_layers:
+        return encoder_len * _block_flops(architecture, layer, encoder_len) // seq_len
+    # Queries and outputs of the decoder's tokens, keys and values of the encoder's, and all of these on all of those.
+    matrices = _attention_matrices(architecture) // 2 * seq_len
+    scores = decoder_len * encoder_len * spec.num_heads * (spec.head_dim + spec.value_dim)
+    own = decoder_len * _block_flops(architecture, layer, decoder_len)
+    return (own + 2 * matrices + 2 * scores) // seq_len
+
+
+def _block_flops(architecture: Architecture, layer: int, seq_len: int) -> int:
+    """Of one token of a row that attends to itself."""
     D, attention, moe = architecture.d_model, architecture.attention, architecture.moe
     matrices = _attention_matrices(architecture)
     if moe and architecture.is_sparse(layer):
@@ -81,14 +105,14 @@ def block_flops_per_token(architecture: Architecture, layer: int, seq_len: int) 
     return 2 * matrices + 2 * seq_len * attention.num_heads * (attention.head_dim + attention.value_dim)
 
 
-def head_flops_per_token(architecture: Architecture) -> int:
-    """Forward FLOPs of one token in the head."""
-    return 2 * architecture.vocab_size * architecture.d_model
+def head_flops_per_token(architecture: Architecture, seq_len: int = 1, encoder_len: int = 0) -> int:
+    """Forward FLOPs of one token in the head, which an encoder's tokens never reach."""
+    return 2 * architecture.vocab_size * architecture.d_model * (seq_len - encoder_len) // seq_len
 
 
-def training_flops_per_token(architecture: Architecture, seq_len: int) -> int:
+def training_flops_per_token(architecture: Architecture, seq_len: int, encoder_len: int = 0) -> int:
     """Forward and backward, the latter twice the former. Recompute is not counted."""
-    return 3 * forward_flops_per_token(architecture, seq_len)
+    return 3 * forward_flops_per_token(architecture, seq_len, encoder_len)
 
 
 def weight_bytes(architecture: Architecture, bytes_per_parameter: int = 2) -> int:
@@ -108,6 +132,12 @@ def _attention_matrices(architecture: Architecture) -> int:
     return 2 * architecture.d_model * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
 
 
+def position_tables(architecture: Architecture) -> int:
+    """Elements of the two tables of relative positions."""
+    spec = architecture.attention
+    return 2 * spec.buckets * spec.num_heads if isinstance(spec, RelativeAttentionSpec) else 0
+
+
 def latent_matrices(d_model: int, spec: LatentAttentionSpec) -> tuple[int, int]:
     """(elements of the matrices that every head shares, of those that belong to heads) of a latent attention."""
     shared = d_model * (spec.kv_rank + spec.rope_dim + (spec.query_rank or 0))
@@ -120,6 +150,8 @@ def _attention_vectors(architecture: Architecture) -> int:
     spec = architecture.attention
     if isinstance(spec, LatentAttentionSpec):
         return spec.kv_rank + (spec.query_rank or 0)
+    if isinstance(spec, RelativeAttentionSpec):
+        return 0
     biases = spec.head_dim * (spec.num_heads + 2 * spec.num_kv_heads) if spec.bias else 0
     normed = spec.num_heads + spec.num_kv_heads if spec.qk_norm_over == "all" else 2
     return biases + (normed * spec.head_dim if spec.qk_norm else 0)

@@ -138,6 +138,7 @@ class Recipe(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     model: Architecture
+    init: Text | None = None  # folder or Hub id whose weights the run begins with; null: fresh ones
     data: Data
     train: Train
     optim: Optim

@@ -10,6 +10,7 @@ from moe_zoo.comm.agree import first_rank_decides, raise_everywhere
 from moe_zoo.comm.launch import World, init_process_group
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines import MicroBatch, make_engine
+from moe_zoo.models.source import Source, check_source
 from moe_zoo.parallel.build import build_model
 from moe_zoo.spec.accounting import num_active_parameters, num_parameters, training_flops_per_token
 from moe_zoo.spec.engine import engine_name
@@ -65,7 +66,8 @@ class Run:
             )
         self.step = checkpoint.step if checkpoint else 0
         self.feed = self._open_feed(checkpoint, cleanup)
-        self.engine = make_engine(build_model(recipe, mesh, recipe.train.seed), mesh, recipe)
+        source = _first_weights(recipe) if not checkpoint else None
+        self.engine = make_engine(build_model(recipe, mesh, recipe.train.seed, source), mesh, recipe)
         if checkpoint:
             self.folder.restore(checkpoint, self.engine)
         self.stop = StopRequest()
@@ -185,6 +187,19 @@ class Run:
             self.display.say(f"resumed after step {self.step}")
         if self.step >= recipe.train.steps:
             self.display.say(f"nothing is left of its {recipe.train.steps} steps; name=ANOTHER starts another run")
+
+
+def _first_weights(recipe: Recipe) -> Source | None:
+    """What ``init`` names, or None. Raises on all ranks what is wrong on one."""
+    source = failure = None
+    try:
+        if recipe.init:
+            source = Source(recipe.init)
+            check_source(source, recipe.model)
+    except MoeZooError as error:
+        failure = error
+    raise_everywhere(failure)
+    return source
 
 
 def _is_due(step: int, every: int) -> bool:

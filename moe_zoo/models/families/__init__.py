@@ -30,4 +30,6 @@ FAMILIES = {
     )
 }
 
-__all__ = ["FAMILIES", "Family", "Rule"]
+ALIASES = {"kimi_k2": "deepseek_v3"}  # model_type of a published config.json -> family
+
+__all__ = ["ALIASES", "FAMILIES", "Family", "Rule"]

@@ -95,7 +95,6 @@ def write(architecture: Architecture) -> dict[str, Any]:
         "dense_act_fn": ffn.activation,
         "layer_norm_epsilon": architecture.norm_eps,
         "tie_word_embeddings": architecture.tie_embeddings,
-        "initializer_factor": 1.0,
     }
 
 

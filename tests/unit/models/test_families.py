@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import moe_zoo
 from moe_zoo.models.families import FAMILIES
 from moe_zoo.models.mapping import UpstreamWeights
-from moe_zoo.models.upstream import load_upstream
 from moe_zoo.models.weight_files import WeightFiles
 
 SMALL = {
@@ -113,7 +113,7 @@ def theirs(model_type: str, values: dict):
 def test_logits_gradients_and_generation_are_those_of_transformers(model_type, values, tmp_path):
     reference = theirs(model_type, values)
     reference.save_pretrained(tmp_path)
-    ours = load_upstream(tmp_path, model_type)
+    ours = moe_zoo.load(tmp_path)
     ids = torch.randint(2, 48, (2, 40), generator=torch.Generator().manual_seed(5))
     weights = torch.randn(2, 40, 48, generator=torch.Generator().manual_seed(6))
     expected, found = reference(ids).logits, ours(ids).logits
@@ -142,7 +142,7 @@ def compare_gradients(reference, ours, folder: Path) -> None:
 def test_what_is_saved_loads_there_bit_for_bit(model_type, values, tmp_path):
     reference = theirs(model_type, values)
     reference.save_pretrained(tmp_path / "theirs")
-    ours = load_upstream(tmp_path / "theirs", model_type)
+    ours = moe_zoo.load(tmp_path / "theirs")
     ours.save_pretrained(tmp_path / "ours")
     again, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True, attn_implementation="eager", dtype=torch.float32

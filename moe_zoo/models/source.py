@@ -1,0 +1,143 @@
+"""Where a run's first weights come from: a folder of any family, read slice by slice."""
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from moe_zoo.models.config import MoeZooConfig
+from moe_zoo.models.families import ALIASES, FAMILIES
+from moe_zoo.models.mapping import UpstreamWeights
+from moe_zoo.models.weight_files import WeightFiles
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.errors import CheckpointError, did_you_mean
+from moe_zoo.spec.presets import preset_names
+
+Cut = Callable[[Tensor], Tensor]
+TRAINING_ONLY = {"init_std", "jitter", "capacity_factor", "eval_capacity_factor"}  # of a router and its beginnings
+FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+
+
+class Source:
+    """A model on disk: its numbers and its tensors by our names. Raises ``CheckpointError``, one line."""
+
+    def __init__(self, name: str | Path):
+        self.name = str(name)
+        self.values_there = config_values(local_folder(name) or _fetched(self.name, ["config.json"]))
+        model_type = self.values_there.get("model_type")
+        self.family = FAMILIES.get(ALIASES.get(model_type, model_type))
+        if self.family is None and model_type != MoeZooConfig.model_type:
+            known = [MoeZooConfig.model_type, *FAMILIES, *ALIASES]
+            raise CheckpointError(
+                f"load: {name}; its config.json says model_type {model_type}, which moe-zoo does not build; "
+                f"{did_you_mean(str(model_type), known)}"
+            )
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where its files are; fetched when first asked for."""
+        return local_folder(self.name) or _fetched(self.name, FETCHED)
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """As transformers reads it."""
+        if self.family is None:
+            return MoeZooConfig.from_pretrained(self.folder)
+        values = {key: value for key, value in self.values_there.items() if key not in ("model_type", "auto_map")}
+        values.pop("quantization_config", None)  # what is read is no longer quantised
+        return AutoConfig.for_model(self.family.model_type, **values)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """Its numbers."""
+        return self.family.read(self.config) if self.family else self.config.to_architecture()
+
+    @cached_property
+    def files(self) -> WeightFiles:
+        """Its tensors, by the names they have there."""
+        return WeightFiles(self.folder)
+
+    def values(self, name: str, experts: range | None = None, cut: Cut = lambda whole: whole) -> Tensor:
+        """Parameter or buffer ``name`` of our model, of some ``experts`` alone where it is a stack.
+
+        ``cut`` is of one expert where it is a stack. What is held at once is one tensor of a file and the slice.
+        """
+        if self._upstream is not None:
+            return self._upstream.values(name, experts, cut)
+        whole = self.files.read(f"model.{name}", experts)
+        return cut(whole) if ".experts." not in name else _cut_each(whole, cut)
+
+    @cached_property
+    def _upstream(self) -> UpstreamWeights | None:
+        return UpstreamWeights(self.family, self.architecture, self.files) if self.family else None
+
+
+def check_source(source: Source, architecture: Architecture) -> None:
+    """Raise ``CheckpointError`` that names the first number in which a recipe's model is another than the source's."""
+    there, here = (_flat(model.to_dict()) for model in (source.architecture, architecture))
+    for key in sorted(there.keys() | here.keys()):
+        if key.split(".")[-1] not in TRAINING_ONLY and not _is_alike(there.get(key), here.get(key)):
+            raise CheckpointError(
+                f"init: {source.name}; its {key} is {there.get(key)}, the recipe's model.{key} is {here.get(key)}; "
+                f"`moe-zoo info {source.name} --model` prints the model section that fits"
+            )
+
+
+def _flat(values: dict[str, Any], path: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{path}{key}.") if isinstance(value, dict) else {path + key: value}
+    return flat
+
+
+def _is_alike(there: Any, here: Any) -> bool:
+    if isinstance(there, float) and isinstance(here, float):
+        return math.isclose(there, here, rel_tol=1e-3)  # recipes and presets round what a file has in full
+    return there == here or (isinstance(there, tuple | list) and isinstance(here, tuple | list) and [*there] == [*here])
+
+
+def _cut_each(stack: Tensor, cut: Cut) -> Tensor:
+    first = cut(stack[0])
+    made = first.new_empty(len(stack), *first.shape)
+    for own, whole in zip(made, stack, strict=True):
+        own.copy_(cut(whole))
+    return made
+
+
+def local_folder(name: str | Path) -> Path | None:
+    """The folder of that name; None: it can only be a Hub id."""
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(
+                f"load: {name}; a model folder holds a config.json, this one does not; give the folder that "
+                f"save_pretrained or moe-zoo export wrote"
+            )
+        return path
+    if path.exists() or (len(path.parts) > 1 and path.parent.is_dir()):
+        raise CheckpointError(f"load: {name}; no such folder in {path.parent}; check the path")
+    return None
+
+
+def _fetched(name: str, patterns: list[str]) -> Path:
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"load: {name}; not a folder, a reachable Hub id or a preset ({str(error).splitlines()[0]}); "
+            f"{did_you_mean(name, preset_names())}"
+        ) from None
+
+
+def config_values(folder: Path) -> dict[str, Any]:
+    """``config.json``. Raises ``CheckpointError`` if it is none."""
+    try:
+        return PretrainedConfig.get_config_dict(folder)[0]
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{folder / 'config.json'}: {reason}; the file is damaged; fetch it again") from None
