@@ -134,7 +134,10 @@ def make_relative_block(arch: Architecture, layer: int) -> RelativeBlock:
     return RelativeBlock(attention, cross if in_decoder else None, feed_forward, norms)
 
 
-def make_network(architecture: Architecture, blocks: range | None = None) -> SparseDecoder | SparseEncoderDecoder:
+Network = SparseDecoder | SparseEncoderDecoder
+
+
+def make_network(architecture: Architecture, blocks: range | None = None) -> Network:
     """The module of an architecture, or of some of its ``blocks``; weights not yet initialised."""
     kind = SparseEncoderDecoder if architecture.encoder else SparseDecoder
     return kind(architecture, blocks)

@@ -18,7 +18,8 @@ from moe_zoo.layers.attention import GroupedQueryAttention
 from moe_zoo.layers.feed_forward import FeedForward
 from moe_zoo.layers.latent_attention import LatentAttention
 from moe_zoo.layers.norm import AllHeadsNorm
-from moe_zoo.models.decoder import SparseDecoder
+from moe_zoo.layers.relative import PositionTables, RelativeAttention
+from moe_zoo.models.switch import Network, SparseEncoderDecoder
 from moe_zoo.ops.documents import IGNORED
 from moe_zoo.parallel.placement import Cut, Slices
 
@@ -33,8 +34,15 @@ SLICED = {  # layer -> its parameters: dimension that is cut, kind
         "out.weight": (1, "tp"),
     },
     LatentAttention: {"query.weight": (0, "tp"), "key_value.weight": (0, "tp"), "out.weight": (1, "tp")},
+    RelativeAttention: {
+        "query.weight": (0, "tp"),
+        "key.weight": (0, "tp"),
+        "value.weight": (0, "tp"),
+        "out.weight": (1, "tp"),
+    },
     FeedForward: {"gate.weight": (0, "tp"), "up.weight": (0, "tp"), "down.weight": (1, "tp")},
 }
+POSITION_TABLES = {"encoder": (1, "tp"), "decoder": (1, "tp")}
 NORMS_ALL_HEADS = {"query_norm.weight": (0, "tp"), "key_norm.weight": (0, "kv")}
 
 
@@ -52,7 +60,7 @@ class VocabularySlice(nn.Embedding):
         return reduce_scatter(super().forward(local * is_here) * is_here[..., None], 1, self.group)
 
 
-def split_tensors(model: SparseDecoder, mesh: Mesh) -> Slices:
+def split_tensors(model: Network, mesh: Mesh) -> Slices:
     """Put the collectives around the layers, in place; what becomes of the weights is returned."""
     if mesh.tp == 1:
         return {}
@@ -64,8 +72,12 @@ def split_tensors(model: SparseDecoder, mesh: Mesh) -> Slices:
             _scatter_after(layer, mesh)
         if isinstance(layer, GroupedQueryAttention) and layer.norms_all_heads:
             slices |= _slices(path, NORMS_ALL_HEADS, mesh)
+        if isinstance(layer, PositionTables):
+            slices |= _slices(path, POSITION_TABLES, mesh)
         if isinstance(layer, AllHeadsNorm):
             layer.average = partial(mean, group=mesh.tp_group)
+    if isinstance(model, SparseEncoderDecoder):
+        model.heads_here //= mesh.tp
     vocabulary = Cut(0, mesh.tp, mesh.tp_rank)
     if model.head is not None:
         _gather_before(model.head, mesh)
@@ -88,7 +100,12 @@ def _slices(path: str, rules: dict[str, tuple[int, str]], mesh: Mesh) -> Slices:
 
 
 def _gather_before(layer: nn.Module, mesh: Mesh) -> None:
-    layer.register_forward_pre_hook(lambda _, inputs: (gather(inputs[0], 1, mesh.tp_group), *inputs[1:]))
+    def gathered(_, inputs):
+        # What a decoder reads of its encoder is split along the row as well.
+        num_rows = 2 if isinstance(layer, RelativeAttention) and inputs[1] is not None else 1
+        return (*(gather(x, 1, mesh.tp_group) for x in inputs[:num_rows]), *inputs[num_rows:])
+
+    layer.register_forward_pre_hook(gathered)
 
 
 def _scatter_after(layer: nn.Module, mesh: Mesh) -> None:
