@@ -29,3 +29,28 @@ def encdec_recipe(engine: str, zero_stage: int = 3, **changes):
 @pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
 def test_two_ranks_that_share_the_batch_and_the_experts(engine, zero_stage):
     check(encdec_recipe(engine, zero_stage, parallel__ep=2), world_size=2)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"tp": 2},
+        {"tp": 2, "ep": 2, "etp": 1},
+        {"cp": 2},
+        {"cp": 2, "context": "ulysses"},
+        {"replicate": 2},
+        {"pp": 2},
+        {"pp": 2, "schedule": "GPipe"},
+        {"pp": 2, "schedule": "Interleaved1F1B"},
+        {"pp": 2, "schedule": "InterleavedZeroBubble"},
+        {"pp": 2, "schedule": "ZBVZeroBubble"},
+        {"pp": 2, "schedule": "DualPipeV"},
+    ],
+    ids=lambda axes: " ".join(f"{name}{value}" for name, value in axes.items()),
+)
+def test_two_ranks(engine, axes):
+    changes = {f"parallel__{name}": value for name, value in axes.items()}
+    if "pp" in axes:
+        changes |= {"train__micro_batches": 4}
+    check(encdec_recipe(engine, **changes), world_size=2)
