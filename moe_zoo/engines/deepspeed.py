@@ -105,6 +105,8 @@ class DeepSpeedEngine(Engine):
     # ------------------------------------------------------------------ construction
 
     def _tag(self) -> None:
+        # ZeRO-3 flushes a bucket when the group changes, and then finds two names in it where two kinds share one.
+        name_of = {id(group): kind for kind, group in self.mesh.replicas.items()}
         for kind, group in self.mesh.replicas.items():
             ds_groups._EXPERT_PARALLEL_GROUP[kind] = self.mesh.pod_group
             ds_groups._EXPERT_DATA_PARALLEL_GROUP[kind] = group
@@ -113,8 +115,8 @@ class DeepSpeedEngine(Engine):
             if kind != "stage":
                 param.allreduce, param.group_name = False, kind  # read by ZeRO 0 to 2, the next three by ZeRO 3
                 param.ds_zero_placement_family = "autoep_expert"
-                param.ds_zero_partition_group_name = kind
-                param.ds_zero_partition_process_group = self.mesh.replicas[kind]
+                param.ds_zero_partition_process_group = group = self.mesh.replicas[kind]
+                param.ds_zero_partition_group_name = name_of[id(group)]
 
     def _initialize(self) -> None:
         has_slices = any(placement.kind != "stage" for placement in self.placements.values())

@@ -31,26 +31,75 @@ def test_two_ranks_that_share_the_batch_and_the_experts(engine, zero_stage):
     check(encdec_recipe(engine, zero_stage, parallel__ep=2), world_size=2)
 
 
+PIPELINES = ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+
+
+def split(engine: str, axes: dict, **changes) -> None:
+    changes |= {f"parallel__{name}": value for name, value in axes.items()}
+    if "pp" in axes:
+        changes |= {"train__micro_batches": 4}
+    world = axes.get("pp", 1) * axes.get("tp", 1) * axes.get("cp", 1) * axes.get("replicate", 1)
+    check(encdec_recipe(engine, **changes), world_size=max(2, world))
+
+
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 @pytest.mark.parametrize(
     "axes",
     [
-        {"tp": 2},
-        {"tp": 2, "ep": 2, "etp": 1},
-        {"cp": 2},
-        {"cp": 2, "context": "ulysses"},
-        {"replicate": 2},
-        {"pp": 2},
-        {"pp": 2, "schedule": "GPipe"},
-        {"pp": 2, "schedule": "Interleaved1F1B"},
-        {"pp": 2, "schedule": "InterleavedZeroBubble"},
-        {"pp": 2, "schedule": "ZBVZeroBubble"},
-        {"pp": 2, "schedule": "DualPipeV"},
+        {"tp": 2, "ep": 2},
+        {"cp": 2, "context": "gather"},
+        {"cp": 2, "context": "ulysses", "ep": 2},
+        pytest.param({"replicate": 2}, marks=pytest.mark.slow),
+        *(pytest.param({"pp": 2, "schedule": name}, marks=pytest.mark.slow) for name in PIPELINES),
     ],
-    ids=lambda axes: " ".join(f"{name}{value}" for name, value in axes.items()),
+    ids=str,
 )
 def test_two_ranks(engine, axes):
-    changes = {f"parallel__{name}": value for name, value in axes.items()}
-    if "pp" in axes:
-        changes |= {"train__micro_batches": 4}
-    check(encdec_recipe(engine, **changes), world_size=2)
+    split(engine, axes)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"tp": 2, "cp": 2, "ep": 2, "etp": 2},
+        {"pp": 2, "tp": 2, "ep": 2, "schedule": "ZBVZeroBubble"},
+        {"pp": 2, "cp": 2, "ep": 2, "schedule": "Interleaved1F1B"},
+        pytest.param({"pp": 2, "cp": 2, "context": "ulysses", "schedule": "DualPipeV"}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "cp": 2, "context": "ulysses"}, marks=pytest.mark.slow),
+        pytest.param({"tp": 4, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param({"replicate": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "replicate": 2}, marks=pytest.mark.slow),
+        pytest.param({"pp": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_four_ranks(engine, axes):
+    split(engine, axes)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("recompute", [1, "selective"])
+def test_recompute_and_weights_gathered_once_with_a_head_of_its_own(engine, recompute):
+    split(engine, {"tp": 2}, parallel__recompute=recompute, parallel__gather="step", model__tie_embeddings=False)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("scope", ["sequence", "global_batch"])
+def test_the_scope_of_balance_where_halves_have_different_lengths(engine, scope):
+    split(engine, {"tp": 2, "cp": 2}, balance__scope=scope)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_every_layer_sparse_and_a_global_balance_through_a_pipeline(engine):
+    """As in Switch-C: transformers balances nothing here."""
+    moe = {"router": ROUTER, "experts": {"d_ff": 12, "activation": "relu", "gated": False}}
+    changes = {"model__moe": moe, "model__tie_embeddings": False, "balance__scope": "global_batch"}
+    split(engine, {"pp": 2, "ep": 2, "schedule": "DualPipeV", "replicate": 1, "tp": 2}, **changes)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_sparse_layers_in_the_encoder_alone_shared_experts_and_static_capacity(engine):
+    moe = {"router": ROUTER, "experts": FFN, "shared": {"d_ff": 8}, "dense_layers": [2, 3]}
+    changes = {"model__moe": moe, "parallel__dispatch": "padded", "parallel__reduce": "micro_batch"}
+    split(engine, {"tp": 2, "ep": 2}, **changes)
