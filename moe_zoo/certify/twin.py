@@ -19,6 +19,9 @@ TINY: Changes = {
     "model.vocab_size": 32,
     "model.d_model": 16,
     "model.num_layers": LAYERS,
+    "model.encoder.num_layers": LAYERS // 2,
+    "model.attention.buckets": 8,
+    "model.attention.max_distance": 6,
     "model.init_std": 0.3,  # so that no gradient is lost in rounding
     "model.attention.head_dim": 8,
     "model.feed_forward.d_ff": 24,
@@ -26,7 +29,7 @@ TINY: Changes = {
     "model.moe.shared.d_ff": 8,
 }
 HEADS = 4
-SEQ_LEN = 16
+SEQ_LEN, ENCODER_LEN = 16, 8  # the second where there is an encoder: half of the blocks, half of the row
 ROWS_PER_RANK = 4
 STEPS = 3
 AUX, Z, BIAS_RATE = 0.3, 0.01, 0.05  # where the recipe has one at all: large enough to be seen in a gradient
@@ -40,7 +43,8 @@ def tiny_twin(recipe: Recipe, ranks: int) -> Recipe:
     values |= {
         "name": f"{recipe.name}-twin",
         "init": None,
-        "data": {"path": "none", "tokenizer": "none", "seq_len": SEQ_LEN},
+        "data": {"path": "none", "tokenizer": "none", "seq_len": SEQ_LEN}
+        | ({"encoder_len": ENCODER_LEN} if recipe.model.encoder else {}),
         "train": {"steps": STEPS, "global_batch": ROWS_PER_RANK * ranks},
         "optim": {"lr": 1e-2, "eps": ADAM_EPS, "clip": CLIP, "schedule": "constant"}
         | {key: values["optim"][key] for key in ("betas", "weight_decay")},
@@ -62,13 +66,13 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe:
 
 
 def put_over(values: dict[str, Any], changes: Changes) -> dict[str, Any]:
-    """Nested ``values`` with other leaves. What has no such group (a dense model's experts) is left alone."""
+    """Nested ``values`` with other leaves. What has no such group (a dense model's experts) or key is left alone."""
     for key, value in changes.items():
         *groups, last = key.split(".")
         target: Any = values
         for group in groups:
             target = target.get(group) if target else None
-        if target is not None:
+        if target is not None and last in target:
             target[last] = value
     return values
 
@@ -89,6 +93,10 @@ def _sizes(recipe: Recipe, ranks: int) -> Changes:
         return sizes
     sparse = {"first_layer": min(moe.first_layer, 1), "every": min(moe.every, 2)}
     sparse["router.num_experts"] = _num_experts(moe.router, ranks)
+    encoder = recipe.model.encoder
+    for key, most in (("first_layer", 1), ("every", 2)):
+        if encoder is not None and (value := getattr(encoder, key)) is not None:
+            sizes[f"model.encoder.{key}"] = min(value, most)
     return sizes | {f"model.moe.{key}": value for key, value in sparse.items()}
 
 

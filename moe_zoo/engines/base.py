@@ -135,8 +135,9 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def _padded_to(self, num_tokens: int) -> Iterator[None]:
-        """Rows have so many tokens; what is behind them takes no expert's capacity."""
-        splits = [router.rows for router in self.routers if isinstance(router.rows, RowSplit)]
+        """Rows, or a decoder's part of them, have so many tokens; what is behind them takes no expert's capacity."""
+        first = self.recipe.model.num_encoder_layers
+        splits = [r.rows for r in self.routers if isinstance(r.rows, RowSplit) and r.layer >= first]
         for split in splits:
             split.num_tokens = num_tokens
         yield
