@@ -118,16 +118,25 @@ class RelativeAttention(nn.Module):
 
 
 class RelativeBlock(nn.Module):
-    """Attention, in a decoder also attention on the encoder, then a feed-forward, each behind a pre-norm."""
+    """Attention, in a decoder also attention on the encoder, then a feed-forward, each behind a pre-norm.
+
+    ``extra`` is a dense feed-forward behind a sparse one.
+    """
 
     def __init__(
-        self, attention: nn.Module, cross_attention: nn.Module | None, feed_forward: nn.Module, norms: list[nn.Module]
+        self,
+        attention: nn.Module,
+        cross_attention: nn.Module | None,
+        feed_forward: nn.Module,
+        extra: nn.Module | None,
+        make_norm: Callable[[], nn.Module],
     ):
         super().__init__()
-        self.attention_norm, self.attention = norms[0], attention
-        self.cross_norm = norms[1] if cross_attention is not None else None
+        self.attention_norm, self.attention = make_norm(), attention
+        self.cross_norm = make_norm() if cross_attention is not None else None
         self.cross_attention = cross_attention
-        self.feed_forward_norm, self.feed_forward = norms[-1], feed_forward
+        self.feed_forward_norm, self.feed_forward = make_norm(), feed_forward
+        self.extra_norm, self.extra = make_norm() if extra is not None else None, extra
 
     def forward(
         self,
@@ -149,4 +158,5 @@ class RelativeBlock(nn.Module):
         if not isinstance(self.feed_forward, MoELayer):
             return hidden + self.feed_forward(normed), None
         update, stats = self.feed_forward(normed, row_seeds)
-        return hidden + update, stats
+        hidden = hidden + update
+        return (hidden if self.extra is None else hidden + self.extra(self.extra_norm(hidden))), stats

@@ -6,6 +6,8 @@ the decoder's tokens are embedded where the vocabulary is and wait there, and th
 travel with them, so that their gradients come home by themselves.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -130,8 +132,9 @@ def make_relative_block(arch: Architecture, layer: int) -> RelativeBlock:
     place, in_decoder = layer - arch.num_encoder_layers, layer >= arch.num_encoder_layers
     attention, cross = (RelativeAttention(arch.d_model, spec.num_heads, spec.head_dim, layer=place) for _ in range(2))
     feed_forward = make_moe(arch, layer) if arch.is_sparse(layer) else make_ffn(arch.d_model, arch.feed_forward)
-    norms = [make_norm(arch.norm, arch.d_model, arch.norm_eps) for _ in range(2 + in_decoder)]
-    return RelativeBlock(attention, cross if in_decoder else None, feed_forward, norms)
+    extra = make_ffn(arch.d_model, arch.feed_forward) if arch.has_extra_ffn(layer) else None
+    norm = partial(make_norm, arch.norm, arch.d_model, arch.norm_eps)
+    return RelativeBlock(attention, cross if in_decoder else None, feed_forward, extra, norm)
 
 
 Network = SparseDecoder | SparseEncoderDecoder

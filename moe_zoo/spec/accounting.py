@@ -23,7 +23,7 @@ class Parameters(NamedTuple):
     embedding: int  # V D
     attention: int  # q, k, v, o, their biases, and the qk-norms; of a decoder on its encoder too, and both tables
     norms: int  # two per block and the final one; a third in blocks that read an encoder, which ends in one as well
-    feed_forward: int  # of the dense layers
+    feed_forward: int  # of the dense layers, and those behind sparse ones
     router: int  # E D per sparse layer
     experts: int  # all of them
     shared: int
@@ -40,14 +40,15 @@ def parameters(architecture: Architecture) -> Parameters:
     moe, num_sparse = architecture.moe, len(architecture.sparse_layers)
     vocabulary = architecture.vocab_size * D
     norm = D if architecture.norm == "rmsnorm" else 2 * D
+    extra = sum(map(architecture.has_extra_ffn, range(L)))
     reading = L - architecture.num_encoder_layers if architecture.encoder else 0  # blocks that read an encoder
     return Parameters(
         embedding=vocabulary,
         attention=(L + reading) * _attention_matrices(architecture)
         + L * _attention_vectors(architecture)
         + position_tables(architecture),
-        norms=(2 * L + 1 + (reading + 1 if architecture.encoder else 0)) * norm,
-        feed_forward=(L - num_sparse) * _ffn(architecture.feed_forward, D),
+        norms=(2 * L + 1 + (reading + 1 + extra if architecture.encoder else 0)) * norm,
+        feed_forward=(L - num_sparse + extra) * _ffn(architecture.feed_forward, D),
         router=num_sparse * moe.router.num_experts * D if moe else 0,
         experts=num_sparse * moe.router.num_experts * _ffn(moe.experts, D) if moe else 0,
         shared=num_sparse * (_ffn(moe.shared, D) + D * moe.shared_gate) if moe and moe.shared else 0,
@@ -100,6 +101,7 @@ def _block_flops(architecture: Architecture, layer: int, seq_len: int) -> int:
     if moe and architecture.is_sparse(layer):
         matrices += moe.router.num_experts * D + _slots_ffn(moe, D, seq_len)
         matrices += _ffn(moe.shared, D) if moe.shared else 0
+        matrices += _ffn(architecture.feed_forward, D) if architecture.has_extra_ffn(layer) else 0
     else:
         matrices += _ffn(architecture.feed_forward, D)
     return 2 * matrices + 2 * seq_len * attention.num_heads * (attention.head_dim + attention.value_dim)

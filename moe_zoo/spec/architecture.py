@@ -164,6 +164,8 @@ class EncoderSpec:
     num_layers: int
     first_layer: int | None = None  # first sparse layer; null: as model.moe says of the decoder
     every: int | None = None  # the same for the stride
+    # Of both halves: a dense feed-forward with a norm of its own behind each sparse one (ST-MoE, arXiv:2202.08906).
+    extra_ffn: bool = False
 
     __pydantic_config__ = STRICT
 
@@ -351,6 +353,10 @@ class Architecture:
     def num_encoder_layers(self) -> int:
         """Blocks of the encoder, which come first; 0 in a decoder-only model."""
         return self.encoder.num_layers if self.encoder else 0
+
+    def has_extra_ffn(self, layer: int) -> bool:
+        """Whether a dense feed-forward stands behind the experts of block ``layer``."""
+        return self.encoder is not None and self.encoder.extra_ffn and self.is_sparse(layer)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether block ``layer`` (from 0) has experts."""

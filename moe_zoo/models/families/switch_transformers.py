@@ -103,6 +103,8 @@ def _check(architecture: Architecture, sparse: dict[str, int]) -> None:
     moe, ffn, num_encoder = architecture.moe, architecture.feed_forward, architecture.num_encoder_layers
     if ffn.gated or moe is None or moe.experts != ffn or moe.shared is not None:
         raise _no_words("feed_forward", "experts that are not the dense layers' twins, ungated")
+    if architecture.encoder.extra_ffn:
+        raise _no_words("encoder.extra_ffn", "a feed-forward behind the experts")
     router = moe.router
     if (router.top_k, router.score, router.scale, router.selection_bias) != (1, "softmax", 1.0, False):
         raise _no_words("router", "any but the paper's: softmax, the best expert, its probability")
