@@ -97,7 +97,7 @@ def split_rows(model: Network, mesh: Mesh, method: str) -> None:
     split = RowSplit(mesh, method)
     for module in model.modules():
         if isinstance(module, TopKRouter) and mesh.cp * mesh.tp > 1:
-            module.rows = split
+            module.rows = RowSplit(mesh, method)  # one each: the rows of an encoder are never padded
         if isinstance(module, GroupedQueryAttention | LatentAttention) and mesh.cp > 1:
             module.attend = partial(gathered_attend if method == "gather" else ulysses_attend, split=split)
         if isinstance(module, RelativeBias) and mesh.cp * mesh.tp > 1:

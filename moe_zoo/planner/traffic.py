@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from moe_zoo.spec.accounting import latent_matrices
 from moe_zoo.spec.architecture import Architecture, AttentionSpec, FeedForwardSpec, LatentAttentionSpec
+from moe_zoo.spec.errors import PlanError
 from moe_zoo.spec.layout import ParallelLayout
 from moe_zoo.spec.recipe import Recipe
 from moe_zoo.spec.stages import cut_stages
@@ -22,6 +23,11 @@ ITEM_BYTES = {"fp32": 4, "bf16": 2}
 
 def step_traffic(recipe: Recipe, layout: ParallelLayout, engine: str, pp_rank: int = 0) -> Traffic:
     """What a rank of pipeline rank ``pp_rank`` sends in one optimizer step under ``engine``."""
+    if recipe.model.encoder:
+        raise PlanError(
+            f"traffic: {recipe.name}; no formula counts what an encoder-decoder sends yet; measure it with "
+            f"moe_zoo.comm.ledger, or ask for a decoder"
+        )
     cuts = cut_stages(recipe.model, layout.num_stages, recipe.data.seq_len)
     blocks = [layer for stage in layout.stages_of(pp_rank) for layer in cuts[stage]]
     total = _weights(recipe, layout, engine, blocks)

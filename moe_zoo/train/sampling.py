@@ -41,6 +41,6 @@ def sample(
     return tokens[len(prompt) :]
 
 
-def _rows(input_ids: Tensor, encoder_ids: Tensor | None) -> PackedRows:
+def _rows(input_ids: Tensor, encoder_ids: Tensor | None = None) -> PackedRows:
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     return PackedRows(input_ids, torch.full_like(input_ids, IGNORED), positions, None, encoder_ids)
