@@ -29,6 +29,7 @@ ENCODER_DECODER = {
     "model__attention": {"num_heads": 4, "head_dim": 4, "buckets": 8, "max_distance": 12},
     "data__seq_len": 24,
     "data__encoder_len": 16,
+    "optim__clip": 0.1,  # a tied head divides its gradients by sqrt(d_model)
 }
 
 
