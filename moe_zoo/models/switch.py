@@ -20,6 +20,15 @@ from moe_zoo.spec.architecture import Architecture
 Halves = tuple[Tensor, ...]  # ids of both halves, or what a stage hands on
 
 
+class Vocabulary(nn.Embedding):
+    """An embedding of several texts in one call, so that whatever gathers its weights does it once."""
+
+    def forward(self, *ids: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """(batch, seq) ids -> (batch, seq, d_model), of each."""
+        embedded = tuple(super(Vocabulary, self).forward(text) for text in ids)
+        return embedded if len(ids) > 1 else embedded[0]
+
+
 class SparseEncoderDecoder(nn.Module):
     """Embedding, encoder, its norm, decoder, norm, head. Written for one device; ``moe_zoo.parallel`` edits it.
 
@@ -33,7 +42,7 @@ class SparseEncoderDecoder(nn.Module):
         blocks = range(arch.num_layers) if blocks is None else blocks
         is_first, is_last = blocks.start == 0, blocks.stop == arch.num_layers
         spec, self.num_encoder_layers = arch.attention, arch.num_encoder_layers
-        self.embed = nn.Embedding(arch.vocab_size, arch.d_model) if is_first else None
+        self.embed = Vocabulary(arch.vocab_size, arch.d_model) if is_first else None
         self.tables = PositionTables(spec.buckets, spec.num_heads) if is_first else None
         self.encoder_bias, self.decoder_bias = (RelativeBias(spec.max_distance, is_causal=c) for c in (False, True))
         self.layers = nn.ModuleDict({str(layer): make_relative_block(arch, layer) for layer in blocks})
@@ -56,7 +65,7 @@ class SparseEncoderDecoder(nn.Module):
         before it handed on. ``positions`` are what a decoder asks for; here they follow from the places in a half.
         """
         assert mask is None, "documents in a row of an encoder-decoder are not told apart"
-        encoded, decoded, tables = self._embedded(*x) if self.embed is not None else x
+        encoded, decoded, tables = (*self.embed(*x), self.tables()) if self.embed is not None else x
         shares = [part.shape[1] / (encoded.shape[1] + decoded.shape[1]) for part in (encoded, decoded)]
         sparse, seen = [], []
         biases = self._biases(tables, encoded.shape[1], decoded.shape[1])
@@ -106,9 +115,6 @@ class SparseEncoderDecoder(nn.Module):
         """Of what one stage hands to the next."""
         spec, width = self.architecture.attention, self.architecture.d_model
         return (rows, encoder_len, width), (rows, decoder_len, width), (2, spec.buckets, self.heads_here)
-
-    def _embedded(self, encoder_ids: Tensor, decoder_ids: Tensor) -> Halves:
-        return self.embed(encoder_ids), self.embed(decoder_ids), self.tables()
 
     def _biases(self, tables: Tensor, encoder_len: int, decoder_len: int) -> tuple[Tensor | None, Tensor | None]:
         """Of the halves that have a block here."""

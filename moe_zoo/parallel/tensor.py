@@ -53,8 +53,12 @@ class VocabularySlice(nn.Embedding):
         super().__init__(whole.num_embeddings // mesh.tp, whole.embedding_dim, device="meta")
         self.group, self.first = mesh.tp_group, mesh.tp_rank * self.num_embeddings
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """(rows, seq / cp) ids -> (rows, seq / (cp tp), d_model)."""
+    def forward(self, *ids: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """(rows, seq / cp) ids -> (rows, seq / (cp tp), d_model), of each."""
+        embedded = tuple(map(self._look_up, ids))
+        return embedded if len(ids) > 1 else embedded[0]
+
+    def _look_up(self, input_ids: Tensor) -> Tensor:
         local = input_ids - self.first
         is_here = (local >= 0) & (local < self.num_embeddings)
         return reduce_scatter(super().forward(local * is_here) * is_here[..., None], 1, self.group)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from moe_zoo.planner.traffic import step_traffic
 from moe_zoo.spec.accounting import (
     block_flops_per_token,
     forward_flops_per_token,
@@ -102,12 +101,6 @@ def test_a_recipe_that_cannot_be_is_refused_in_one_line(changes, message):
 def test_a_half_that_ranks_cannot_share_is_refused_by_its_name(axes, message):
     with pytest.raises(PlanError, match=message):
         resolve_layout(encdec_recipe("fsdp", **axes), 8, 8)
-
-
-def test_no_formula_pretends_to_know_its_traffic():
-    recipe = encdec_recipe("fsdp")
-    with pytest.raises(PlanError, match=r"traffic: law; no formula counts what an encoder-decoder sends yet"):
-        step_traffic(recipe, resolve_layout(recipe, 2, 2), "fsdp")
 
 
 def test_it_is_saved_as_plain_values_and_read_back():
