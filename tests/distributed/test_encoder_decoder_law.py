@@ -85,7 +85,7 @@ def test_recompute_and_weights_gathered_once_with_a_head_of_its_own(engine, reco
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
-@pytest.mark.parametrize("scope", ["sequence", "global_batch"])
+@pytest.mark.parametrize("scope", [pytest.param("sequence", marks=pytest.mark.slow), "global_batch"])
 def test_the_scope_of_balance_where_halves_have_different_lengths(engine, scope):
     split(engine, {"tp": 2, "cp": 2}, balance__scope=scope)
 
