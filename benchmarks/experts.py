@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_zoo.comm.processes import tune_allocator
-from moe_zoo.ops.experts import LoopedExperts, _grouped_experts
+from moe_zoo.ops.experts import LoopedExperts, Stacks, Unit, _grouped_experts
 
 TOKENS, WIDTH, REPEATS = 4096, 512, 5
+SWIGLU = Unit("silu", gated=True)
 SHAPES = ((8, 1024, 2), (32, 256, 8), (128, 256, 8))  # experts, expert width, choices
 
 
@@ -35,8 +36,8 @@ def indexed(x: Tensor, chosen: Tensor, weights: Tensor, w_up: Tensor, w_down: Te
 
 
 PATHS: dict[str, Callable[..., Tensor]] = {
-    "ours": lambda *args: LoopedExperts.apply(*args, "silu", True),
-    "grouped_mm": lambda *args: _grouped_experts(*args, "silu", True),
+    "ours": lambda x, chosen, weights, *stacks: LoopedExperts.apply(x, chosen, weights, SWIGLU, *stacks, None, None),
+    "grouped_mm": lambda x, chosen, weights, *stacks: _grouped_experts(x, chosen, weights, Stacks(*stacks), SWIGLU),
     "indexed": indexed,
 }
 

@@ -15,6 +15,7 @@ import typer
 from data_pipelines.errors import DataError
 from moe_zoo.comm.launch import check_world, destroy, leave, read_world
 from moe_zoo.comm.processes import die_with_launcher, start_processes, tune_allocator
+from moe_zoo.model_cli import app as model_app
 from moe_zoo.spec.engine import engine_name
 from moe_zoo.spec.errors import MoeZooError, PlanError
 from moe_zoo.spec.layout import resolve_layout
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(model_app)
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, for example of recipes/.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Put over the recipe.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for a program to read.")]
@@ -165,27 +167,20 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
     output: Annotated[Path, typer.Argument(help="A folder for config.json, weights and tokenizer.")],
     tokenizer: Annotated[Path | None, typer.Option(help="Its folder, where it is no longer the recipe's.")] = None,
+    family: Annotated[
+        str, typer.Option("--format", help="auto: a family of transformers if one fits; moe_zoo: ours, with its code.")
+    ] = "auto",
 ) -> None:
-    """Write a run's newest checkpoint as a folder that transformers loads."""
+    """Write a run's newest checkpoint as a folder that transformers loads; vLLM and SGLang too, where a family fits."""
     from moe_zoo.train.export import export_checkpoint
 
-    print(export_checkpoint(run, output, tokenizer))
+    print(export_checkpoint(run, output, tokenizer, family))
 
 
 @app.command(epilog="Example: moe-zoo schema > docs/recipe.schema.json")
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
     print(json.dumps(recipe_schema(), indent=2))
-
-
-@app.command(epilog="Example: moe-zoo presets --json")
-def presets(as_json: AsJson = False) -> None:
-    """List the named sizes, with their total and active parameters and where the numbers come from."""
-    from moe_zoo.spec.presets import preset_names, preset_summary
-
-    rows = [preset_summary(name) for name in preset_names()]
-    lines = (f"{row.name:<20} {row.parameters:>18,} {row.active_parameters:>18,}  {row.source}" for row in rows)
-    _print([row._asdict() for row in rows], "\n".join(lines), as_json)
 
 
 def _print(values: Any, text: str, as_json: bool) -> None:

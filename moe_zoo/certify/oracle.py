@@ -67,10 +67,11 @@ def _step(recipe: Recipe, model: Network, optimizer: torch.optim.AdamW, step: in
 
 
 def _adamw(model: Network, recipe: Recipe) -> torch.optim.AdamW:
-    spec, params = recipe.optim, list(model.parameters())
+    spec, named = recipe.optim, dict(model.named_parameters())
+    vectors = [name for name, param in named.items() if param.ndim == 1 or name.endswith("bias")]  # an expert's too
     groups = [
-        {"params": [p for p in params if p.ndim > 1], "weight_decay": spec.weight_decay},
-        {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [param for name, param in named.items() if name not in vectors], "weight_decay": spec.weight_decay},
+        {"params": [named[name] for name in vectors], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
 
@@ -125,7 +126,9 @@ def _look(router: TopKRouter, inputs: tuple[Tensor, Tensor], routing: Routing) -
         noise = uniform_noise(seeds, torch.arange(hidden.shape[1]), hidden.shape[2], salt=router.layer)
         hidden = hidden * (1 - router.jitter + 2 * router.jitter * noise)
     logits = (hidden @ router.weight.t()).flatten(0, 1)
-    scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}[router.score]
+    if router.bias is not None:
+        logits = logits + router.bias
+    scores = logits.sigmoid() if router.score == "sigmoid" else logits.softmax(-1)
     chosen, gap = choose(router, scores.detach(), len(hidden))
     return Seen(
         probs_TE=scores / scores.sum(-1, keepdim=True),

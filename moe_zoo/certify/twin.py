@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from moe_zoo.certify.problem import num_pairs
-from moe_zoo.spec.architecture import RouterSpec
+from moe_zoo.spec.architecture import AttentionSpec, LatentAttentionSpec, RelativeAttentionSpec, RouterSpec
 from moe_zoo.spec.engine import engine_name
 from moe_zoo.spec.recipe import Recipe
 
@@ -20,15 +20,14 @@ TINY: Changes = {
     "model.d_model": 16,
     "model.num_layers": LAYERS,
     "model.encoder.num_layers": LAYERS // 2,
-    "model.attention.buckets": 8,
-    "model.attention.max_distance": 6,
     "model.init_std": 0.3,  # so that no gradient is lost in rounding
-    "model.attention.head_dim": 8,
     "model.feed_forward.d_ff": 24,
     "model.moe.experts.d_ff": 16,
     "model.moe.shared.d_ff": 8,
 }
 HEADS = 4
+SCALES = {"residual_scale": 0.7, "logit_divisor": 1.5}  # where there are any: no gradient is lost in rounding either
+LIMIT = 0.5  # where there is one: it cuts something off
 SEQ_LEN, ENCODER_LEN = 16, 8  # the second where there is an encoder: half of the blocks, half of the row
 ROWS_PER_RANK = 4
 STEPS = 3
@@ -66,13 +65,13 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe:
 
 
 def put_over(values: dict[str, Any], changes: Changes) -> dict[str, Any]:
-    """Nested ``values`` with other leaves. What has no such group (a dense model's experts) or key is left alone."""
+    """Nested ``values`` with other leaves. What has no such group (a dense model's experts) is left alone."""
     for key, value in changes.items():
         *groups, last = key.split(".")
         target: Any = values
         for group in groups:
             target = target.get(group) if target else None
-        if target is not None and last in target:
+        if target is not None:
             target[last] = value
     return values
 
@@ -85,14 +84,18 @@ def what_was_shrunk(recipe: Recipe, twin: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def _sizes(recipe: Recipe, ranks: int) -> Changes:
-    attention, moe = recipe.model.attention, recipe.model.moe
-    shared_by = attention.num_heads // attention.num_kv_heads
-    heads = {"num_heads": HEADS, "num_kv_heads": max(1, HEADS // shared_by)}
-    sizes = TINY | {f"model.attention.{key}": value for key, value in heads.items()}
+    moe, sizes = recipe.model.moe, dict(TINY)
+    for key, spec in recipe.model.attentions.items():
+        sizes |= {f"model.{key}.{name}": value for name, value in _attention_sizes(spec).items()}
+    if recipe.model.local_attention:
+        sizes["model.local_layers"] = [i for i in recipe.model.local_layers if i < LAYERS] or [LAYERS - 1]
+    sizes |= {f"model.{key}": value for key, value in SCALES.items() if getattr(recipe.model, key) != 1.0}
     if moe is None:
         return sizes
     sparse = {"first_layer": min(moe.first_layer, 1), "every": min(moe.every, 2)}
     sparse["router.num_experts"] = _num_experts(moe.router, ranks)
+    if moe.experts.limit is not None:
+        sparse["experts.limit"] = LIMIT
     encoder = recipe.model.encoder
     for key, most in (("first_layer", 1), ("every", 2)):
         if encoder is not None and (value := getattr(encoder, key)) is not None:
@@ -100,11 +103,24 @@ def _sizes(recipe: Recipe, ranks: int) -> Changes:
     return sizes | {f"model.moe.{key}": value for key, value in sparse.items()}
 
 
+def _attention_sizes(spec: AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec) -> dict[str, int]:
+    if isinstance(spec, RelativeAttentionSpec):
+        return {"num_heads": HEADS, "head_dim": 8, "buckets": 8, "max_distance": 6}
+    if isinstance(spec, LatentAttentionSpec):
+        sizes = {"num_heads": HEADS, "kv_rank": 6, "nope_dim": 4, "rope_dim": 4, "value_dim": 6}
+        return sizes | ({"query_rank": 7} if spec.query_rank else {})
+    sizes = {"num_heads": HEADS, "num_kv_heads": max(1, HEADS * spec.num_kv_heads // spec.num_heads), "head_dim": 8}
+    part = {"window": 5, "chunk": 5, "value_dim": 6, "rotary_dim": 4, "temperature_floor": 4}
+    return sizes | {key: min(value, getattr(spec, key)) for key, value in part.items() if getattr(spec, key)}
+
+
 def _num_experts(router: RouterSpec, ranks: int) -> int:
     """Enough for an idle one beside those that are chosen, for every rank, and for every group."""
     multiple = math.lcm(ranks, router.num_groups)
     within_reach = math.ceil(router.top_k * router.num_groups / router.groups_per_token)
-    return multiple * math.ceil(max(8, 2 * num_pairs(router.top_k) + 1, within_reach) / multiple)
+    # Of two opposite experts the sigmoids sum to one: groups of two would all be worth the same.
+    told_apart = 4 * router.num_groups if router.num_groups > 1 and router.group_score == "top2" else 0
+    return multiple * math.ceil(max(8, 2 * num_pairs(router.top_k) + 1, within_reach, told_apart) / multiple)
 
 
 def _visible(balance: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ def make_adamw(
     """
     groups: dict[tuple[str, bool, str], list[nn.Parameter]] = {}
     for name, param in named.items():
-        key = (placements[name].kind, len(placements[name].shape) > 1, name if name in alone else "")
+        decays = len(placements[name].shape) > 1 and not name.endswith("bias")  # biases of experts are stacked
+        key = (placements[name].kind, decays, name if name in alone else "")
         groups.setdefault(key, []).append(param)
     described = [
         {"params": params, "weight_decay": spec.weight_decay if decays else 0.0, "kind": kind}

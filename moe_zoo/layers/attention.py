@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_zoo.layers.norm import AllHeadsNorm
 from moe_zoo.ops.attention import attend
-from moe_zoo.ops.rope import rotate
+from moe_zoo.ops.rope import Places, pair_up, rotate
+from moe_zoo.spec.architecture import AttentionSpec
 
-Attend = Callable[..., Tensor]  # (queries, keys, values, mask, scale=) as ops.attention.attend
+Attend = Callable[..., Tensor]  # (queries, keys, values, mask, **how) as ops.attention.attend
 
 
 class KeyValueCache(Protocol):
@@ -26,46 +29,52 @@ class GroupedQueryAttention(nn.Module):
 
     attend: Attend
 
-    def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        qk_norm_eps: float | None,
-        qk_norm_over: str = "head",
-        bias: bool = False,
-        layer: int = 0,
-    ):
+    def __init__(self, d_model: int, spec: AttentionSpec, *, norm_eps: float, layer: int = 0):
         super().__init__()
-        self.layer, self.head_dim, self.attend = layer, head_dim, attend
-        self.query = nn.Linear(d_model, num_heads * head_dim, bias=bias)
-        self.key = nn.Linear(d_model, num_kv_heads * head_dim, bias=bias)
-        self.value = nn.Linear(d_model, num_kv_heads * head_dim, bias=bias)
-        self.out = nn.Linear(num_heads * head_dim, d_model, bias=False)
-        self.norms_all_heads = qk_norm_eps is not None and qk_norm_over == "all"
+        self.layer, self.spec, self.norm_eps, self.attend = layer, spec, norm_eps, attend
+        q, v = spec.head_dim, spec.value_width
+        self.query = nn.Linear(d_model, spec.num_heads * q, bias=spec.bias)
+        self.key = nn.Linear(d_model, spec.num_kv_heads * q, bias=spec.bias)
+        self.value = nn.Linear(d_model, spec.num_kv_heads * v, bias=spec.bias)
+        self.out = nn.Linear(spec.num_heads * v, d_model, bias=spec.out_bias)
+        self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.sinks else None
+        self.norms_all_heads = spec.qk_norm and spec.qk_norm_over == "all"
         self.query_norm, self.key_norm = (
-            _make_qk_norm(heads, head_dim, qk_norm_eps, qk_norm_over) for heads in (num_heads, num_kv_heads)
+            _make_qk_norm(heads, q, norm_eps if spec.qk_norm else None, spec.qk_norm_over)
+            for heads in (spec.num_heads, spec.num_kv_heads)
         )
 
-    def forward(
-        self, hidden: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValueCache | None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, places: Places, mask: Tensor | None, cache: KeyValueCache | None) -> Tensor:
         """``hidden`` (batch, seq, d_model) -> same; ``mask`` broadcasts to (batch, heads, seq, keys), None is causal."""
-        q_BHSd = rotate(self._normed(self.query(hidden), self.query_norm), angles)
-        k_BHSd = rotate(self._normed(self.key(hidden), self.key_norm), angles)
-        v_BHSd = self._heads(self.value(hidden))
+        spec = self.spec
+        q_BHSd = self._rotated(self._normed(self.query(hidden), self.query_norm), places)
+        k_BHSd = self._rotated(self._normed(self.key(hidden), self.key_norm), places)
+        v_BHSd = _heads(self.value(hidden), spec.value_width)
+        if places.temperature is not None:
+            q_BHSd = q_BHSd * places.temperature.to(q_BHSd.dtype)
         if cache is not None:
             k_BHSd, v_BHSd = cache.update(k_BHSd, v_BHSd, self.layer)
-        out_BHSd = self.attend(q_BHSd, k_BHSd, v_BHSd, mask)
+        how = {"scale": spec.scale, "window": spec.window, "sinks_H": self.sinks, "reach_BS": places.reach}
+        out_BHSd = self.attend(q_BHSd, k_BHSd, v_BHSd, mask, **how)
+        if spec.value_scale != 1.0:
+            out_BHSd = out_BHSd * spec.value_scale
         return self.out(out_BHSd.transpose(1, 2).flatten(2))
 
     def _normed(self, projected: Tensor, norm: nn.Module) -> Tensor:
-        return self._heads(norm(projected)) if self.norms_all_heads else norm(self._heads(projected))
+        width = self.spec.head_dim
+        return _heads(norm(projected), width) if self.norms_all_heads else norm(_heads(projected, width))
 
-    def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def _rotated(self, x_BHSd: Tensor, places: Places) -> Tensor:
+        spec = self.spec
+        if spec.rope_interleaved:
+            x_BHSd = pair_up(x_BHSd, spec.rotary_width)
+        if spec.rotary_width:
+            x_BHSd = rotate(x_BHSd, places.angles)
+        return F.rms_norm(x_BHSd, x_BHSd.shape[-1:], eps=self.norm_eps) if spec.qk_unit_norm else x_BHSd
+
+
+def _heads(projected: Tensor, width: int) -> Tensor:
+    return projected.unflatten(-1, (-1, width)).transpose(1, 2)
 
 
 def _make_qk_norm(num_heads: int, head_dim: int, eps: float | None, over: str) -> nn.Module:

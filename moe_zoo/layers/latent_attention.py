@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from moe_zoo.layers.attention import Attend, KeyValueCache
 from moe_zoo.ops.attention import attend
-from moe_zoo.ops.rope import pair_up, rotate
+from moe_zoo.ops.rope import Places, pair_up, rotate
 from moe_zoo.spec.architecture import LatentAttentionSpec
 
 
@@ -32,11 +32,9 @@ class LatentAttention(nn.Module):
         scaling = spec.rope_scaling
         self.scale = spec.head_dim**-0.5 * (scaling.score_factor if scaling else 1.0)
 
-    def forward(
-        self, hidden: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValueCache | None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, places: Places, mask: Tensor | None, cache: KeyValueCache | None) -> Tensor:
         """``hidden`` (batch, seq, d_model) -> same; ``mask`` broadcasts to (batch, heads, seq, keys), None is causal."""
-        spec = self.spec
+        spec, angles = self.spec, places.angles
         narrow = hidden if self.query_down is None else self.query_norm(self.query_down(hidden))
         q_BHSn, q_BHSr = self._heads(self.query(narrow), spec.head_dim).split((spec.nope_dim, spec.rope_dim), dim=-1)
         latent, shared_key = self.latent(hidden).split((spec.kv_rank, spec.rope_dim), dim=-1)
@@ -51,7 +49,7 @@ class LatentAttention(nn.Module):
         return self.out(out_BHSd.transpose(1, 2).flatten(2))
 
     def _rotated(self, x_BHSr: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        return rotate(pair_up(x_BHSr) if self.spec.rope_interleaved else x_BHSr, angles)
+        return rotate(pair_up(x_BHSr, self.spec.rope_dim) if self.spec.rope_interleaved else x_BHSr, angles)
 
     @staticmethod
     def _heads(projected: Tensor, width: int) -> Tensor:

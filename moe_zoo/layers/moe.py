@@ -42,6 +42,9 @@ class MoELayer(nn.Module):
         return update, routing.stats
 
     def _routed(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        if self.router.scales_input:
+            x_TD = x_TD * routing.weights_TK.to(x_TD.dtype)
+            routing = routing._replace(weights_TK=torch.ones_like(routing.weights_TK))
         if routing.tokens_N is None:
             return self.dispatcher(x_TD, routing, self.experts)
         rows_ND = self.dispatcher(x_TD.index_select(0, routing.tokens_N), routing, self.experts)

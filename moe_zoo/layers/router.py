@@ -18,6 +18,7 @@ from moe_zoo.ops.routing import (
     count_per_row,
     expert_capacity,
     score_experts,
+    sparse_mixer,
     take_tokens,
     taken_slots,
     within_capacity,
@@ -70,8 +71,11 @@ class TopKRouter(nn.Module):
         top_k: int = 1,
         *,
         score: str = "softmax",
+        tolerance: float = 0.0,
+        scales_input: bool = False,
         normalize: bool = False,
         scale: float = 1.0,
+        bias: bool = False,
         selection_bias: bool = False,
         jitter: float = 0.0,
         capacity_factor: float | None = None,
@@ -86,11 +90,13 @@ class TopKRouter(nn.Module):
         self.num_experts, self.top_k, self.layer = num_experts, top_k, layer
         self.rows, self.choice = WholeRows(), choice
         self.score, self.normalize, self.scale, self.jitter = score, normalize, scale, jitter
+        self.tolerance, self.scales_input = tolerance, scales_input
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
         self.limit = GroupLimit(num_groups, groups_per_token, group_score) if num_groups > 1 else None
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
-        bias = torch.zeros(num_experts, dtype=torch.float32) if selection_bias else None
-        self.register_buffer("selection_bias", bias)
+        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
+        moved = torch.zeros(num_experts, dtype=torch.float32) if selection_bias else None
+        self.register_buffer("selection_bias", moved)
 
     def forward(self, hidden_BSD: Tensor, row_seeds: Tensor | None = None) -> Routing:
         """``row_seeds`` (B,) make the jitter of each row; without them there is none."""
@@ -99,13 +105,24 @@ class TopKRouter(nn.Module):
             places = self.rows.places(x_BSD.shape[1], x_BSD.device)
             noise_BSD = uniform_noise(row_seeds, places, x_BSD.shape[2], salt=self.layer)
             x_BSD = x_BSD * (1 - self.jitter + 2 * self.jitter * noise_BSD)
-        logits_TE = F.linear(x_BSD, self.weight.to(x_BSD.dtype)).flatten(0, 1)
+        bias = None if self.bias is None else self.bias.to(x_BSD.dtype)
+        logits_TE = F.linear(x_BSD, self.weight.to(x_BSD.dtype), bias).flatten(0, 1)
         scores = score_experts(logits_TE, self.score)
         decide = self._experts_choose if self.choice == "expert" else self._tokens_choose
         return decide(logits_TE, scores, len(hidden_BSD))
 
     def _tokens_choose(self, logits_TE: Tensor, scores: Scores, num_rows: int) -> Routing:
-        weights_TK, chosen_TK = choose_experts(
+        weights_TK, chosen_TK = self._best(logits_TE, scores)
+        experts_TK, num_places = self._drop(chosen_TK, num_rows)
+        counts_BE = count_per_row(chosen_TK, num_rows, self.num_experts)
+        dropped_B = (experts_TK == self.num_experts).view(num_rows, -1).sum(1)
+        stats = _stats(logits_TE, scores.probs_TE, counts_BE, dropped_B)
+        return Routing(weights_TK, experts_TK, stats, num_places)
+
+    def _best(self, logits_TE: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        if self.score == "sparsemixer":
+            return sparse_mixer(logits_TE, top_k=self.top_k, tolerance=self.tolerance)
+        return choose_experts(
             scores.scores_TE,
             top_k=self.top_k,
             normalize=self.normalize,
@@ -113,11 +130,6 @@ class TopKRouter(nn.Module):
             bias_E=self.selection_bias,
             limit=self.limit,
         )
-        experts_TK, num_places = self._drop(chosen_TK, num_rows)
-        counts_BE = count_per_row(chosen_TK, num_rows, self.num_experts)
-        dropped_B = (experts_TK == self.num_experts).view(num_rows, -1).sum(1)
-        stats = _stats(logits_TE, scores.probs_TE, counts_BE, dropped_B)
-        return Routing(weights_TK, experts_TK, stats, num_places)
 
     def _drop(self, experts_TK: Tensor, num_rows: int) -> tuple[Tensor, int | None]:
         factor = self._capacity_factor()

@@ -1,7 +1,7 @@
 """Tell transformers' Auto* classes of our models, without importing torch or transformers before somebody else does.
 
-``import moe_zoo`` installs a watch on two modules of transformers; when the first ``Auto...`` name is asked for, they
-load, and our classes are registered behind them.
+``import moe_zoo`` installs a watch on three modules of transformers; when the first ``Auto...`` name is asked for, they
+load, and our classes and our experts are registered behind them.
 """
 
 import importlib
@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from types import ModuleType
+from typing import Any
 
 AUTO = "transformers.models.auto"
 
@@ -30,7 +31,22 @@ def register_model(module: ModuleType) -> None:
     module.AutoModelForSeq2SeqLM.register(MoeZooConfig, MoeZooForSeq2SeqLM, exist_ok=True)
 
 
-REGISTER = {f"{AUTO}.configuration_auto": register_config, f"{AUTO}.modeling_auto": register_model}
+def register_experts(module: ModuleType) -> None:
+    """``experts_implementation="moe_zoo"`` of any of transformers' sparse models."""
+
+    def experts(self: Any, *inputs: Any) -> Any:
+        from moe_zoo.models.experts_interface import moe_zoo_experts
+
+        return moe_zoo_experts(self, *inputs)
+
+    module.ALL_EXPERTS_FUNCTIONS.register("moe_zoo", experts)
+
+
+REGISTER = {
+    f"{AUTO}.configuration_auto": register_config,
+    f"{AUTO}.modeling_auto": register_model,
+    "transformers.integrations.moe": register_experts,
+}
 
 
 def watch_transformers() -> None:

@@ -5,12 +5,14 @@ This file and what it imports from moe_zoo are also written, as one file, beside
 """
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -28,6 +30,7 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
     companions: Path | None = None  # folder whose tokenizer is saved with the model
     _tied_weights_keys: ClassVar[dict[str, str]] = {"model.head.weight": "model.embed.weight"}
 
@@ -53,6 +56,8 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if self.model.architecture.experts_choose:
             check_rows_are_whole(attention_mask, is_continued=bool(use_cache) or past_key_values is not None)
+        if self.training and self.is_activation_checkpointing:
+            use_cache = False  # a second forward would add the same keys again
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         num_past = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -81,6 +86,12 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         return self.model.head
 
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, every_n_layers: int = 1
+    ) -> None:
+        for index, block in enumerate(self.model.layers.values()):
+            recompute_in_training(block, gradient_checkpointing_func if enable and not index % every_n_layers else None)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """transformers calls it for what no file filled; ``moe_zoo.load`` of a preset draws the weights of training."""
@@ -90,7 +101,7 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
             if std is not None:
                 param.normal_(std=std)
             else:
-                param.fill_(0.0 if name == "bias" else 1.0)
+                param.fill_(0.0 if name.endswith("bias") else 1.0)
         for buffer in module.buffers(recurse=False):
             buffer.zero_()
 
@@ -106,6 +117,15 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
         }
         super().save_pretrained(save_directory, **kwargs)
         (Path(save_directory) / REMOTE_FILE).write_text(remote_code())
+
+
+def recompute_in_training(block: nn.Module, run: Callable | None) -> None:
+    """Let ``run(forward, *inputs)`` keep a block's inputs alone and run it again in backward; None: no longer."""
+    block.__dict__.pop("forward", None)
+    block.gradient_checkpointing = run is not None  # where transformers looks
+    if run is not None:
+        forward = block.forward
+        block.forward = lambda *inputs: run(forward, *inputs) if block.training else forward(*inputs)
 
 
 def remote_code() -> str:

@@ -18,14 +18,9 @@ from moe_zoo.layers.latent_attention import LatentAttention
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.layers.norm import make_norm
 from moe_zoo.layers.router import RouterStats, TopKRouter
-from moe_zoo.ops.rope import rotary_angles
-from moe_zoo.spec.architecture import (
-    Architecture,
-    AttentionSpec,
-    FeedForwardSpec,
-    LatentAttentionSpec,
-    RelativeAttentionSpec,
-)
+from moe_zoo.ops.experts import Unit
+from moe_zoo.ops.rope import places_of
+from moe_zoo.spec.architecture import Architecture, FeedForwardSpec, LatentAttentionSpec, RelativeAttentionSpec
 
 
 class DecoderOutput(NamedTuple):
@@ -54,7 +49,7 @@ class SparseDecoder(nn.Module):
         self.embed = nn.Embedding(arch.vocab_size, arch.d_model) if is_first else None
         self.layers = nn.ModuleDict({str(layer): make_block(arch, layer) for layer in blocks})
         self.norm = make_norm(arch.norm, arch.d_model, arch.norm_eps) if is_last else None
-        self.head = nn.Linear(arch.d_model, arch.vocab_size, bias=False) if is_last else None
+        self.head = nn.Linear(arch.d_model, arch.vocab_size, bias=arch.head_bias) if is_last else None
         if arch.tie_embeddings and is_first and is_last:
             self.head.weight = self.embed.weight
 
@@ -72,15 +67,18 @@ class SparseDecoder(nn.Module):
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        attention = self.architecture.attention
-        angles = rotary_angles(positions, rotary_width(attention), attention.rope_theta, attention.rope_scaling)
-        hidden, stats = input_ids if self.embed is None else self.embed(input_ids), []
-        for layer in self.layers.values():
-            hidden, layer_stats = layer(hidden, angles, mask, row_seeds, cache)
+        arch = self.architecture
+        places = {spec: places_of(positions, spec) for spec in arch.attentions.values()}
+        hidden, stats = input_ids if self.embed is None else _times(arch.embedding_scale, self.embed(input_ids)), []
+        for name, layer in self.layers.items():
+            hidden, layer_stats = layer(hidden, places[arch.attention_of(int(name))], mask, row_seeds, cache)
             if layer_stats is not None:
                 stats.append(layer_stats)
         stacked = RouterStats(*map(torch.stack, zip(*stats, strict=True))) if stats else None
-        return DecoderOutput(hidden if self.head is None else self.head(self.norm(hidden)), stacked)
+        if self.head is None:
+            return DecoderOutput(hidden, stacked)
+        logits = self.head(self.norm(hidden))
+        return DecoderOutput(logits if arch.logit_divisor == 1.0 else logits / arch.logit_divisor, stacked)
 
     def wire_shapes(self, rows: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
         """Of what one stage hands to the next: here hidden states alone."""
@@ -92,29 +90,15 @@ def make_block(arch: Architecture, layer: int) -> DecoderBlock:
     attention = make_attention(arch, layer)
     feed_forward = make_moe(arch, layer) if arch.is_sparse(layer) else make_ffn(arch.d_model, arch.feed_forward)
     norms = (make_norm(arch.norm, arch.d_model, arch.norm_eps) for _ in range(2))
-    return DecoderBlock(attention, feed_forward, *norms)
-
-
-def rotary_width(spec: AttentionSpec | LatentAttentionSpec) -> int:
-    """How many entries of a head are rotated."""
-    return spec.rope_dim if isinstance(spec, LatentAttentionSpec) else spec.rotary_dim or spec.head_dim
+    return DecoderBlock(attention, feed_forward, *norms, scale=arch.residual_scale)
 
 
 def make_attention(arch: Architecture, layer: int) -> nn.Module:
     """The attention of block ``layer``."""
-    spec = arch.attention
+    spec = arch.attention_of(layer)
     if isinstance(spec, LatentAttentionSpec):
         return LatentAttention(arch.d_model, spec, layer=layer)
-    return GroupedQueryAttention(
-        arch.d_model,
-        spec.num_heads,
-        spec.num_kv_heads,
-        spec.head_dim,
-        qk_norm_eps=arch.norm_eps if spec.qk_norm else None,
-        qk_norm_over=spec.qk_norm_over,
-        bias=spec.bias,
-        layer=layer,
-    )
+    return GroupedQueryAttention(arch.d_model, spec, norm_eps=arch.norm_eps, layer=layer)
 
 
 def make_moe(arch: Architecture, layer: int) -> MoELayer:
@@ -122,14 +106,23 @@ def make_moe(arch: Architecture, layer: int) -> MoELayer:
     moe = arch.moe
     router = TopKRouter(arch.d_model, **dataclasses.asdict(moe.router), layer=layer)  # the same names in both
     spec = moe.experts
-    experts = Experts(moe.router.num_experts, arch.d_model, spec.d_ff, spec.activation, spec.gated)
+    experts = Experts(moe.router.num_experts, arch.d_model, spec.d_ff, make_unit(spec), spec.bias)
     shared = make_ffn(arch.d_model, moe.shared) if moe.shared else None
     return MoELayer(router, experts, shared, nn.Linear(arch.d_model, 1, bias=False) if moe.shared_gate else None)
 
 
 def make_ffn(d_model: int, spec: FeedForwardSpec) -> FeedForward:
     """A dense feed-forward from its numbers."""
-    return FeedForward(d_model, spec.d_ff, spec.activation, spec.gated)
+    return FeedForward(d_model, spec.d_ff, make_unit(spec), spec.bias)
+
+
+def make_unit(spec: FeedForwardSpec) -> Unit:
+    """What stands between the matrices of a feed-forward."""
+    return Unit(spec.activation, spec.gated, spec.limit, spec.up_offset)
+
+
+def _times(scale: float, x: Tensor) -> Tensor:
+    return x if scale == 1.0 else x * scale
 
 
 def init_std(name: str, arch: Architecture) -> float | None:

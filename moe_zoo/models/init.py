@@ -24,10 +24,11 @@ def initial_values(
 
     A stack is drawn expert by expert, so a rank draws only its own; anything else is drawn whole.
     """
-    std = init_std(name, architecture)
+    std, is_stack = init_std(name, architecture), ".experts." in name
     if std is None:
+        shape = (len(experts), *shape[1:]) if is_stack and experts is not None else shape
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    if ".experts." not in name:
+    if not is_stack:
         return _normal(shape, std, seed, name)
     return torch.stack([_normal(shape[1:], std, seed, f"{name}[{e}]") for e in experts or range(shape[0])])
 

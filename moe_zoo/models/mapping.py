@@ -1,6 +1,7 @@
 """The rules of a family applied: tensors by its names -> our parameters, and back."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -27,30 +28,62 @@ class UpstreamWeights:
         one tensor of a file and the slice.
         """
         rules, layer = rules_for(name, self.rules)
-        if "{expert}" not in rules[0].theirs:
-            return cut(self._joined(rules, layer=layer))
+        if ".experts." not in name:
+            return cut(self._joined(rules, layer))
         numbers = experts if experts is not None else range(self.num_experts)
-        return torch.stack([cut(self._joined(rules, layer=layer, expert=expert)) for expert in numbers])
+        first = cut(self._joined(rules, layer, numbers[0]))
+        stack = first.new_empty(len(numbers), *first.shape)
+        stack[0] = first
+        for own, expert in zip(stack[1:], numbers[1:], strict=True):
+            own.copy_(cut(self._joined(rules, layer, expert)))
+        return stack
 
-    def _joined(self, rules: list[Rule], **numbers: int | None) -> Tensor:
-        blocks = [self.files.read(rule.theirs.format(**numbers)) for rule in rules]
-        blocks = [block.t() if rule.is_transposed else block for rule, block in zip(rules, blocks, strict=True)]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
+    def _joined(self, rules: list[Rule], layer: int | None, expert: int | None = None) -> Tensor:
+        blocks = [self._read(rule, layer, expert) for rule in rules]
+        if len(blocks) == 1:
+            return rules[0].as_ours(blocks[0])
+        if all(rule.is_only_transposed for rule in rules):
+            return torch.cat(blocks, dim=-2).t()  # joined as they lie: one copy turns them, not two
+        return torch.cat([rule.as_ours(block) for rule, block in zip(rules, blocks, strict=True)], dim=-1)
+
+    def _read(self, rule: Rule, layer: int | None, expert: int | None) -> Tensor:
+        name = rule.theirs.format(layer=layer, expert=expert)
+        return (
+            self.files.read(name, range(expert, expert + 1))[0] if rule.is_stacked else self.files.read(name, rule.rows)
+        )
 
 
 def upstream_tensors(
     family: Family, architecture: Architecture, named: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Our parameters and buffers -> tensors by the names of the family, in the order given."""
+    """Our parameters and buffers -> tensors by the names of the family, in the order given.
+
+    One that is made of several of ours comes with the last of them.
+    """
     rules = rules_by_parameter(family, architecture)
+    waiting: dict[str, list[tuple[int, Tensor]]] = {}
+    sharers = Counter(rule.theirs for several in rules.values() for rule in several if rule.rows)
     for name, values in named:
         own, layer = rules_for(name, rules)
         for rule in own:
             block = values.chunk(rule.blocks, dim=-1)[rule.block] if rule.blocks > 1 else values
-            entries = enumerate(block) if "{expert}" in rule.theirs else [(None, block)]
-            for expert, entry in entries:
-                entry = entry.t() if rule.is_transposed else entry
-                yield rule.theirs.format(layer=layer, expert=expert), entry.contiguous()
+            for theirs, entry in _entries(rule, layer, block):
+                if rule.rows is None:
+                    yield theirs, entry.contiguous()
+                    continue
+                parts = waiting.setdefault(theirs, [])
+                parts.append((rule.rows.start, entry))
+                if len(parts) == sharers[rule.theirs]:
+                    yield theirs, torch.cat([part for _, part in sorted(waiting.pop(theirs), key=lambda p: p[0])])
+
+
+def _entries(rule: Rule, layer: int | None, block: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each file entry that a rule makes of a block of ours."""
+    if "{expert}" not in rule.theirs:
+        yield rule.theirs.format(layer=layer), rule.as_theirs(block)
+        return
+    for expert, entry in enumerate(block):
+        yield rule.theirs.format(layer=layer, expert=expert), rule.as_theirs(entry)
 
 
 def rules_by_parameter(family: Family, architecture: Architecture) -> dict[str, list[Rule]]:

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.families import ALIASES, FAMILIES
@@ -46,11 +48,26 @@ class Source:
     @cached_property
     def config(self) -> PretrainedConfig:
         """As transformers reads it."""
+        try:
+            return self._config()
+        except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(
+                f"{self.name}: config.json: {reason}; transformers does not take it as a {self.family_name}; fetch it again"
+            ) from None
+
+    def _config(self) -> PretrainedConfig:
         if self.family is None:
             return MoeZooConfig.from_pretrained(self.folder)
-        values = {key: value for key, value in self.values_there.items() if key not in ("model_type", "auto_map")}
+        code = {"auto_map"} if self.family.is_in_transformers else set()  # elsewhere others need to know it
+        values = {key: value for key, value in self.values_there.items() if key not in {"model_type"} | code}
         values.pop("quantization_config", None)  # what is read is no longer quantised
-        return AutoConfig.for_model(self.family.model_type, **values)
+        return self.family.make_config(values)
+
+    @property
+    def family_name(self) -> str:
+        """The ``model_type`` that is built."""
+        return self.family.model_type if self.family else MoeZooConfig.model_type
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -79,13 +96,33 @@ class Source:
 
 def check_source(source: Source, architecture: Architecture) -> None:
     """Raise ``CheckpointError`` that names the first number in which a recipe's model is another than the source's."""
-    there, here = (_flat(model.to_dict()) for model in (source.architecture, architecture))
-    for key in sorted(there.keys() | here.keys()):
-        if key.split(".")[-1] not in TRAINING_ONLY and not _is_alike(there.get(key), here.get(key)):
-            raise CheckpointError(
-                f"init: {source.name}; its {key} is {there.get(key)}, the recipe's model.{key} is {here.get(key)}; "
-                f"`moe-zoo info {source.name} --model` prints the model section that fits"
-            )
+    if found := difference(source.architecture, architecture):
+        key, there, here = found
+        raise CheckpointError(
+            f"init: {source.name}; its {key} is {there}, the recipe's model.{key} is {here}; `moe-zoo info {source.name} "
+            f"--model` prints the model section that fits"
+        )
+
+
+def difference(there: Architecture, here: Architecture) -> tuple[str, Any, Any] | None:
+    """(key, its two values) of the first number that differs, of those that a trained model still has."""
+    left, right = (_flat(_without_idle_numbers(model).to_dict()) for model in (there, here))
+    for key in sorted(left.keys() | right.keys()):
+        if key.split(".")[-1] not in TRAINING_ONLY and not _is_alike(left.get(key), right.get(key)):
+            return key, left.get(key), right.get(key)
+    return None
+
+
+def _without_idle_numbers(architecture: Architecture) -> Architecture:
+    """What can be said in two ways, in one; numbers that nothing reads (of one group, of no dense layer) as usual."""
+    moe = architecture.moe
+    if moe is None:
+        return architecture
+    if moe.router.num_groups == 1:
+        moe = replace(moe, router=replace(moe.router, groups_per_token=1, group_score="max"))
+    dense = tuple(layer for layer in range(architecture.num_layers) if not architecture.is_sparse(layer))
+    moe = replace(moe, first_layer=0, every=1, dense_layers=dense)
+    return replace(architecture, moe=moe, feed_forward=architecture.feed_forward if dense else moe.experts)
 
 
 def _flat(values: dict[str, Any], path: str = "") -> dict[str, Any]:

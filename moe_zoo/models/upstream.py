@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -15,14 +16,16 @@ from transformers.models.auto.modeling_auto import (
 
 from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.config import MoeZooConfig
-from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.models.families import FAMILIES, Family
 from moe_zoo.models.mapping import upstream_tensors
 from moe_zoo.models.seq2seq_lm import MoeZooForSeq2SeqLM, model_class
-from moe_zoo.models.source import Source
+from moe_zoo.models.source import Source, difference
+from moe_zoo.models.switch import Network
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import CheckpointError
 
+NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")  # of another family's configuration
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -57,7 +60,7 @@ def load_upstream(source: Source, dtype: torch.dtype | None = torch.float32) -> 
 
 
 @torch.no_grad()
-def _fill(model: SparseDecoder, source: Source, dtype: torch.dtype | None) -> None:
+def _fill(model: Network, source: Source, dtype: torch.dtype | None) -> None:
     for path, module in model.named_modules():
         for name, param in list(module.named_parameters(recurse=False)):
             full = f"{path}.{name}".lstrip(".")
@@ -103,6 +106,42 @@ def _copies(family: Family, architecture: Architecture, tensors: dict[str, Tenso
     return {copy: tensors[original].clone() for copy, original in family.aliases(architecture).items()}
 
 
+def family_that_fits(architecture: Architecture) -> str | None:
+    """The ``model_type`` under which transformers has a model of these very numbers; None: only we have it."""
+    for family in FAMILIES.values():
+        try:
+            again = family.read(family.make_config(NO_IDS | family.write(architecture)))
+        except (
+            AttributeError,
+            TypeError,
+            CheckpointError,
+            StrictDataclassError,
+        ):  # the family asks for a part that this model has not
+            continue
+        if difference(again, architecture) is None:
+            return family.model_type
+    return None
+
+
+def with_decoder(
+    model: MoeZooForCausalLM | MoeZooForSeq2SeqLM, decoder: Network
+) -> MoeZooForCausalLM | MoeZooForSeq2SeqLM:
+    """``decoder`` dressed as ``model`` was: the same ids, tokenizer and settings, and the family that now fits."""
+    config = model.config
+    ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model_type = family_that_fits(decoder.architecture)
+    upstream = None
+    if model_type is not None:
+        kept = {key: value for key, value in (config.upstream or {}).items() if key in KEPT}
+        upstream = {"model_type": model_type} | kept
+    with torch.device("meta"):
+        kind = model_class(decoder.architecture)
+        made = kind(MoeZooConfig(architecture=decoder.architecture.to_dict(), upstream=upstream, **ids))
+    made.model = decoder
+    made.companions, made.generation_config = model.companions, model.generation_config
+    return made.eval()
+
+
 def save_upstream(
     model: MoeZooForCausalLM | MoeZooForSeq2SeqLM, folder: Path, max_shard_size: str = "5GB", **_: object
 ) -> None:
@@ -110,10 +149,11 @@ def save_upstream(
     upstream = dict(model.config.upstream)
     family = FAMILIES[upstream["model_type"]]
     values = upstream | family.write(model.model.architecture)
-    config = AutoConfig.for_model(**values)
-    is_seq2seq = model.model.architecture.encoder is not None
-    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if is_seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    config.architectures = [known[family.model_type]]
+    config = family.make_config({key: value for key, value in values.items() if key != "model_type"})
+    if family.is_in_transformers:
+        is_seq2seq = model.model.architecture.encoder is not None
+        known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if is_seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        config.architectures = [known[family.model_type]]
     folder.mkdir(parents=True, exist_ok=True)
     named = [*model.model.named_parameters(), *model.model.named_buffers()]
     tensors = dict(upstream_tensors(family, model.model.architecture, ((n, values.detach()) for n, values in named)))

@@ -15,18 +15,19 @@ from moe_zoo.spec.errors import CheckpointError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FP8_SCALE, MX_BLOCKS, MX_SCALES = "_scale_inv", "_blocks", "_scales"
 FP8_BLOCK = (128, 128)
+MOST_OPEN = 2
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class WeightFiles:
     """All tensors of a folder. Raises ``CheckpointError`` that names file and tensor.
 
-    One file is open at a time: what is mapped of a checkpoint counts as memory of the process on some systems.
+    Two files are open at a time: what is mapped of a checkpoint counts as memory of the process on some systems.
     """
 
     def __init__(self, folder: Path):
         self.folder, self.seen = folder, set()
-        self.open_file: tuple[Path, Any] | None = None
+        self.open_files: dict[str, Any] = {}
         self.file_of = self._index()
 
     def read(self, name: str, entries: range | None = None) -> Tensor:
@@ -76,18 +77,21 @@ class WeightFiles:
             )
         path = self.folder / self.file_of[name]
         try:
-            file = self._opened(path)
+            file = self._opened(self.file_of[name])
             self.seen.add(name)
             return file.get_tensor(name) if entries is None else file.get_slice(name)[entries.start : entries.stop]
         except (SafetensorError, OSError) as error:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{path}: {name}; {reason}; fetch the file again") from None
 
-    def _opened(self, path: Path) -> Any:
-        if self.open_file is None or self.open_file[0] != path:
-            self.open_file = None  # closed before the next one opens
-            self.open_file = (path, safe_open(path, "pt"))
-        return self.open_file[1]
+    def _opened(self, name: str) -> Any:
+        file = self.open_files.pop(name, None)
+        if file is None:
+            while len(self.open_files) >= MOST_OPEN:  # closed before the next one opens
+                del self.open_files[next(iter(self.open_files))]
+            file = safe_open(self.folder / name, "pt")
+        self.open_files[name] = file  # behind those that were asked for longer ago
+        return file
 
     def _index(self) -> dict[str, str]:
         if (self.folder / INDEX).is_file():

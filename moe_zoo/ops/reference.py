@@ -10,25 +10,48 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def ffn(x: Tensor, w_up: Tensor, w_down: Tensor, activation: str, gated: bool) -> Tensor:
-    """One expert on one token, ``x`` (D,)."""
-    act = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}[activation]
-    if not gated:
-        return act(x @ w_up) @ w_down
-    gate, up = (x @ w_up).chunk(2)
-    return (act(gate) * up) @ w_down
+def ffn(x: Tensor, stacks: tuple, expert: int, unit: tuple) -> Tensor:
+    """One expert on one token, ``x`` (D,). ``stacks``: w_up, w_down, their biases or None."""
+    w_up, w_down, up_bias, down_bias = (None if stack is None else stack[expert] for stack in stacks)
+    activation, gated, limit, up_offset = unit
+    act = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x)}[
+        activation
+    ]
+    pre = x @ w_up if up_bias is None else x @ w_up + up_bias
+    if gated:
+        gate, up = pre.chunk(2)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        hidden = act(gate) * (up + up_offset)
+    else:
+        hidden = act(pre)
+    return hidden @ w_down if down_bias is None else hidden @ w_down + down_bias
 
 
-def experts(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, w_up, w_down, activation: str, gated: bool) -> Tensor:
+def experts(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, stacks: tuple, unit: tuple) -> Tensor:
     """Weighted sum of the chosen experts; an expert index past the last means dropped."""
     rows = []
     for x, chosen, weights in zip(x_TD, experts_TK.tolist(), weights_TK, strict=True):
         row = torch.zeros_like(x)
         for e, weight in zip(chosen, weights, strict=True):
-            if e < len(w_up):
-                row = row + weight * ffn(x, w_up[e], w_down[e], activation, gated)
+            if e < len(stacks[0]):
+                row = row + weight * ffn(x, stacks, e, unit)
         rows.append(row)
     return torch.stack(rows)
+
+
+def attention(q_BHSd: Tensor, k_BHKd: Tensor, v_BHKd: Tensor, scale: float, window: int | None, sinks_H) -> Tensor:
+    """Causal attention of one query after the other, with heads of their own; queries are the last S of the keys."""
+    B, H, S, _ = q_BHSd.shape
+    K = k_BHKd.shape[2]
+    out = []
+    for b, h, s in ((b, h, s) for b in range(B) for h in range(H) for s in range(S)):
+        end = K - S + s + 1
+        keys = slice(0 if window is None else max(0, end - window), end)
+        scores = [scale * q_BHSd[b, h, s] @ k for k in k_BHKd[b, h, keys]]
+        share = torch.stack(scores if sinks_H is None else [*scores, sinks_H[h]]).softmax(0)
+        out.append(share[: len(scores)] @ v_BHKd[b, h, keys])
+    return torch.stack(out).view(B, H, S, -1)
 
 
 def choose(
@@ -48,6 +71,18 @@ def choose(
     weights = [scores[e] for e in chosen]
     total = sum(weights) if normalize else 1.0
     return chosen, [scale * weight / total for weight in weights]
+
+
+def mix(logits: Tensor, top_k: int, tolerance: float) -> tuple[list[int], list[Tensor]]:
+    """Experts and weights of one token by SparseMixer."""
+    values, chosen, weights = logits.tolist(), [], []
+    for _ in range(top_k):
+        left = [e for e in range(len(values)) if e not in chosen]
+        best = max(left, key=lambda e: values[e])
+        near = [e for e in left if (values[best] - values[e]) / max(abs(values[e]), values[best]) <= 2 * tolerance]
+        chosen.append(best)
+        weights.append(logits[near].softmax(0)[near.index(best)])
+    return chosen, weights
 
 
 def allowed_experts(wanted: list[float], num_groups: int, groups_per_token: int, group_score: str) -> list[int]:

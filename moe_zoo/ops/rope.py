@@ -1,11 +1,12 @@
 """Rotary position embedding. Letters: B batch, S sequence, H heads, d head width, r rotated pairs."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_zoo.spec.architecture import RopeScaling
+from moe_zoo.spec.architecture import AttentionSpec, LatentAttentionSpec, RopeScaling
 
 
 def rotary_angles(
@@ -62,6 +63,26 @@ def _yarn_ramp(frequencies_r: Tensor, theta: float, scaling: RopeScaling) -> Ten
     return ((index_r - low) / max(high - low, 1e-3)).clamp(0, 1)
 
 
+class Places(NamedTuple):
+    """What the positions of queries mean to one kind of attention."""
+
+    angles: tuple[Tensor, Tensor]  # as of ``rotary_angles``
+    temperature: Tensor | None = None  # (B, 1, S, 1), multiplies queries
+    reach: Tensor | None = None  # (B, S), keys that a query sees, its own the last; None: all before it, or its window
+
+
+def places_of(positions_BS: Tensor, spec: AttentionSpec | LatentAttentionSpec) -> Places:
+    """``positions_BS`` count from the beginning of a document."""
+    angles = rotary_angles(positions_BS, spec.rotary_width, spec.rope_theta, spec.rope_scaling)
+    if isinstance(spec, LatentAttentionSpec):
+        return Places(angles)
+    reach = positions_BS % spec.chunk + 1 if spec.chunk else None
+    if not spec.temperature:
+        return Places(angles, None, reach)
+    passed = torch.floor((positions_BS.float() + 1) / spec.temperature_floor)
+    return Places(angles, (1 + spec.temperature * torch.log1p(passed))[:, None, :, None], reach)
+
+
 def rotate(x_BHSd: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate pairs (i, i + r) of the leading 2 r entries, the convention of Llama weights. Same dtype out as in."""
     cos, sin = (part.to(x_BHSd.dtype) for part in angles)
@@ -70,6 +91,9 @@ def rotate(x_BHSd: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
-def pair_up(x_BHSd: Tensor) -> Tensor:
-    """Entries 0, 2, 4 ..., then 1, 3, 5 ...: neighbours become pairs of ``rotate``. Scores do not mind the order."""
-    return torch.cat((x_BHSd[..., 0::2], x_BHSd[..., 1::2]), dim=-1)
+def pair_up(x_BHSd: Tensor, width: int) -> Tensor:
+    """Of the leading ``width`` entries 0, 2, 4 ..., then 1, 3, 5 ...: neighbours become pairs of ``rotate``.
+
+    Scores do not mind the order.
+    """
+    return torch.cat((x_BHSd[..., 0:width:2], x_BHSd[..., 1:width:2], x_BHSd[..., width:]), dim=-1)

@@ -39,7 +39,7 @@ def score_experts(logits_TE: Tensor, score: str) -> Scores:
 
     Source: Switch, arXiv:2101.03961, eq. 1 (softmax); DeepSeek-V3, arXiv:2412.19437, eqs. 15 and 19 (sigmoid).
     """
-    if score == "softmax":
+    if score != "sigmoid":
         probs_TE = logits_TE.softmax(dim=-1)
         return Scores(probs_TE, probs_TE)
     scores_TE = logits_TE.sigmoid()
@@ -67,6 +67,22 @@ def choose_experts(
     if normalize:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(1e-20)
     return weights_TK * scale, experts_TK
+
+
+def sparse_mixer(logits_TE: Tensor, *, top_k: int, tolerance: float) -> tuple[Tensor, Tensor]:
+    """The K best experts, (T, K) twice: each weighted by a softmax over those left that are not far behind it.
+
+    Source: GRIN, arXiv:2409.12136, section 2.1: its law of evaluation, here in training too, without its sampling.
+    """
+    left_TE, weights, chosen = logits_TE, [], []
+    for _ in range(top_k):
+        best_T1, expert_T1 = left_TE.detach().max(-1, keepdim=True)
+        behind_TE = (best_T1 - logits_TE.detach()) / logits_TE.detach().abs().clamp_min(best_T1)
+        shares_TE = left_TE.masked_fill(behind_TE > 2 * tolerance, -torch.inf).softmax(-1)
+        weights.append(shares_TE.gather(-1, expert_T1))
+        chosen.append(expert_T1)
+        left_TE = left_TE.scatter(-1, expert_T1, -torch.inf)
+    return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
 
 
 def within_groups(wanted_TE: Tensor, limit: GroupLimit) -> Tensor:

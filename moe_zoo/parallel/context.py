@@ -9,10 +9,10 @@ Letters: B rows, H heads, S positions, d head width.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from moe_zoo.comm.collectives import gather, swap
 from moe_zoo.comm.mesh import Mesh
@@ -107,7 +107,14 @@ def split_rows(model: Network, mesh: Mesh, method: str) -> None:
 
 
 def gathered_attend(
-    q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor | None, *, split: RowSplit, scale: float | None = None
+    q_BHSd: Tensor,
+    k_BHSd: Tensor,
+    v_BHSd: Tensor,
+    mask: Tensor | None,
+    *,
+    split: RowSplit,
+    reach_BS: Tensor | None = None,
+    **how: Any,
 ) -> Tensor:
     """Own queries, keys of the whole row; a chunk of queries is not even shown the keys behind it."""
     keys_values = gather(torch.cat((k_BHSd, v_BHSd), dim=-1), 2, split.mesh.cp_group)
@@ -117,20 +124,31 @@ def gathered_attend(
     outs, size = [], seq_len // split.num_chunks
     for half, chunk in enumerate((split.mesh.cp_rank, split.num_chunks - 1 - split.mesh.cp_rank)):
         own, end = slice(half * size, (half + 1) * size), (chunk + 1) * size
-        seen = causal_lower_right(size, end) if mask is None else mask[:, :, own, :end]
-        outs.append(attend(q_BHSd[:, :, own], k_BHSd[:, :, :end], v_BHSd[:, :, :end], seen, scale=scale))
+        seen = None if mask is None else mask[:, :, own, :end]
+        reach = None if reach_BS is None else reach_BS[:, own]
+        outs.append(attend(q_BHSd[:, :, own], k_BHSd[:, :, :end], v_BHSd[:, :, :end], seen, reach_BS=reach, **how))
     return torch.cat(outs, dim=2)
 
 
 def ulysses_attend(
-    q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor | None, *, split: RowSplit, scale: float | None = None
+    q_BHSd: Tensor,
+    k_BHSd: Tensor,
+    v_BHSd: Tensor,
+    mask: Tensor | None,
+    *,
+    split: RowSplit,
+    sinks_H: Tensor | None = None,
+    reach_BS: Tensor | None = None,
+    **how: Any,
 ) -> Tensor:
     """Some heads of the whole row in place of all heads of a part; key heads too few for the ranks are repeated."""
     ranks, group = split.mesh.cp, split.mesh.cp_group
     repeats = max(1, ranks // k_BHSd.shape[1])
     keys = (x.repeat_interleave(repeats, dim=1) for x in (k_BHSd, v_BHSd))
     whole = (swap(x, 1, 2, group) for x in (q_BHSd, *keys))
-    return swap(attend(*whole, mask, scale=scale), 2, 1, group)
+    own_sinks = None if sinks_H is None else sinks_H.chunk(ranks)[split.mesh.cp_rank]
+    reach = None if reach_BS is None else gather(reach_BS, 1, group)
+    return swap(attend(*whole, mask, sinks_H=own_sinks, reach_BS=reach, **how), 2, 1, group)
 
 
 def gathered_biased(q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, bias: Tensor | None, *, split: RowSplit) -> Tensor:

@@ -5,7 +5,7 @@ from moe_zoo.layers.dispatch import Dispatcher, make_dispatcher
 from moe_zoo.layers.experts import Experts
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.models.switch import Network
-from moe_zoo.parallel.placement import Cut, Slices
+from moe_zoo.parallel.placement import Cut, Slices, run_margins
 
 
 def expert_slices(path: str, experts: Experts, mesh: Mesh) -> Slices:
@@ -14,8 +14,10 @@ def expert_slices(path: str, experts: Experts, mesh: Mesh) -> Slices:
         return {}
     own = Cut(0, mesh.ep, mesh.ep_rank)
     hidden = {
-        "w_up": Cut(2, mesh.etp, mesh.etp_rank, blocks=1 + experts.gated),
+        "w_up": Cut(2, mesh.etp, mesh.etp_rank, blocks=1 + experts.unit.gated),
         "w_down": Cut(1, mesh.etp, mesh.etp_rank),
+        "up_bias": Cut(1, mesh.etp, mesh.etp_rank, blocks=1 + experts.unit.gated),
+        "down_bias": Cut(1, mesh.etp, mesh.etp_rank),  # slices are summed: each adds its run of the bias
     }
     cuts = {name: tuple(cut for cut in (own, cut) if cut.parts > 1) for name, cut in hidden.items()}
     return {f"{path}.{name}": ("ep", cut) for name, cut in cuts.items()}
@@ -27,6 +29,8 @@ def spread_experts(model: Network, mesh: Mesh) -> Slices:
     for path, layer in model.named_modules():
         if isinstance(layer, MoELayer):
             slices |= expert_slices(f"{path}.experts", layer.experts, mesh)
+            if layer.experts.down_bias is not None:
+                layer.experts.bias_margins = run_margins(layer.experts.down_bias.shape[1], mesh.etp, mesh.etp_rank)
             layer.dispatcher = _dispatcher(layer.router.num_experts, mesh)
     return slices
 

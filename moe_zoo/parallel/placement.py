@@ -85,3 +85,9 @@ def take(whole: Tensor, cut: Cut) -> Tensor:
     """One cut of a tensor."""
     parts = whole.unflatten(cut.dim, (cut.blocks, cut.parts, -1))
     return parts.select(cut.dim + 1, cut.index).flatten(cut.dim, cut.dim + 1)
+
+
+def run_margins(width: int, parts: int, index: int) -> tuple[int, int]:
+    """What lies before and behind one of equal runs."""
+    size = width // parts
+    return index * size, width - (index + 1) * size

@@ -10,6 +10,7 @@ Letters: B rows, S positions, V vocabulary.
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_zoo.comm.collectives import gather, max_over, mean, reduce_scatter
@@ -21,7 +22,7 @@ from moe_zoo.layers.norm import AllHeadsNorm
 from moe_zoo.layers.relative import PositionTables, RelativeAttention
 from moe_zoo.models.switch import Network, SparseEncoderDecoder
 from moe_zoo.ops.documents import IGNORED
-from moe_zoo.parallel.placement import Cut, Slices
+from moe_zoo.parallel.placement import Cut, Slices, run_margins
 
 SLICED = {  # layer -> its parameters: dimension that is cut, kind
     GroupedQueryAttention: {
@@ -32,6 +33,8 @@ SLICED = {  # layer -> its parameters: dimension that is cut, kind
         "value.weight": (0, "kv"),
         "value.bias": (0, "kv"),
         "out.weight": (1, "tp"),
+        "out.bias": (0, "tp"),
+        "sinks": (0, "tp"),
     },
     LatentAttention: {"query.weight": (0, "tp"), "key_value.weight": (0, "tp"), "out.weight": (1, "tp")},
     RelativeAttention: {
@@ -40,8 +43,21 @@ SLICED = {  # layer -> its parameters: dimension that is cut, kind
         "value.weight": (0, "tp"),
         "out.weight": (1, "tp"),
     },
-    FeedForward: {"gate.weight": (0, "tp"), "up.weight": (0, "tp"), "down.weight": (1, "tp")},
+    FeedForward: {
+        "gate.weight": (0, "tp"),
+        "gate.bias": (0, "tp"),
+        "up.weight": (0, "tp"),
+        "up.bias": (0, "tp"),
+        "down.weight": (1, "tp"),
+        "down.bias": (0, "tp"),
+    },
 }
+LAST = {
+    GroupedQueryAttention: "out",
+    LatentAttention: "out",
+    RelativeAttention: "out",
+    FeedForward: "down",
+}  # whose outputs are summed over ranks
 POSITION_TABLES = {"encoder": (1, "tp"), "decoder": (1, "tp")}
 NORMS_ALL_HEADS = {"query_norm.weight": (0, "tp"), "key_norm.weight": (0, "kv")}
 
@@ -71,13 +87,14 @@ def split_tensors(model: Network, mesh: Mesh) -> Slices:
     slices: Slices = {}
     for path, layer in model.named_modules():
         if type(layer) in SLICED:
-            slices |= _slices(path, SLICED[type(layer)], mesh)
+            slices |= _slices(path, SLICED[type(layer)], _cuts(layer, mesh))
+            _add_own_run_of_bias(getattr(layer, LAST[type(layer)]), mesh)
             _gather_before(layer, mesh)
             _scatter_after(layer, mesh)
         if isinstance(layer, GroupedQueryAttention) and layer.norms_all_heads:
-            slices |= _slices(path, NORMS_ALL_HEADS, mesh)
+            slices |= _slices(path, NORMS_ALL_HEADS, _cuts(layer, mesh))
         if isinstance(layer, PositionTables):
-            slices |= _slices(path, POSITION_TABLES, mesh)
+            slices |= _slices(path, POSITION_TABLES, _cuts(layer, mesh))
         if isinstance(layer, AllHeadsNorm):
             layer.average = partial(mean, group=mesh.tp_group)
     if isinstance(model, SparseEncoderDecoder):
@@ -85,7 +102,7 @@ def split_tensors(model: Network, mesh: Mesh) -> Slices:
     vocabulary = Cut(0, mesh.tp, mesh.tp_rank)
     if model.head is not None:
         _gather_before(model.head, mesh)
-        slices["head.weight"] = ("tp", (vocabulary,))
+        slices["head.weight"] = slices["head.bias"] = ("tp", (vocabulary,))
     if model.embed is not None:
         is_tied = model.head is not None and model.head.weight is model.embed.weight
         model.embed = VocabularySlice(model.embed, mesh)
@@ -95,12 +112,26 @@ def split_tensors(model: Network, mesh: Mesh) -> Slices:
     return slices
 
 
-def _slices(path: str, rules: dict[str, tuple[int, str]], mesh: Mesh) -> Slices:
-    cuts = {"tp": (mesh.tp, mesh.tp_rank), "kv": (mesh.kv_parts, mesh.kv_rank)}
+def _cuts(layer: nn.Module, mesh: Mesh) -> dict[str, tuple[int, int]]:
+    """(parts, own part) of what is cut. Where key heads are fewer than ranks, some ranks hold the same ones."""
+    has_own_keys = isinstance(layer, GroupedQueryAttention) and layer.spec.num_kv_heads >= mesh.tp
+    whole = (mesh.tp, mesh.tp_rank)
+    return {"tp": whole, "kv": whole if has_own_keys else (mesh.kv_parts, mesh.kv_rank)}
+
+
+def _slices(path: str, rules: dict[str, tuple[int, str]], cuts: dict[str, tuple[int, int]]) -> Slices:
     return {
         f"{path}.{name}": ("tp" if cuts[kind] == cuts["tp"] else kind, (Cut(dim, *cuts[kind]),))
         for name, (dim, kind) in rules.items()
     }
+
+
+def _add_own_run_of_bias(last: nn.Linear, mesh: Mesh) -> None:
+    """Each rank adds its run of the bias to its part of the sum, and zeros elsewhere: all of it is added once."""
+    if last.bias is None:
+        return
+    margins = run_margins(last.out_features, mesh.tp, mesh.tp_rank)
+    last.forward = lambda x: F.linear(x, last.weight, F.pad(last.bias, margins))
 
 
 def _gather_before(layer: nn.Module, mesh: Mesh) -> None:

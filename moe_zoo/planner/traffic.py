@@ -10,7 +10,7 @@ number of times that ZeRO-3 gathers a weight depends on what its schedule still 
 from collections import Counter
 from collections.abc import Iterator
 
-from moe_zoo.spec.accounting import latent_matrices, position_tables
+from moe_zoo.spec.accounting import ffn_biases, ffn_matrices, latent_matrices, position_tables
 from moe_zoo.spec.architecture import (
     Architecture,
     AttentionSpec,
@@ -42,7 +42,7 @@ def step_traffic(recipe: Recipe, layout: ParallelLayout, engine: str, pp_rank: i
 
 def slice_sizes(architecture: Architecture, layout: ParallelLayout, layer: int) -> Counter[str]:
     """Elements of block ``layer`` on one rank, by the kind of their replica group."""
-    D, spec, moe = architecture.d_model, architecture.attention, architecture.moe
+    D, spec, moe = architecture.d_model, architecture.attention_of(layer), architecture.moe
     norm = D if architecture.norm == "rmsnorm" else 2 * D
     reads, extra = reads_encoder(architecture, layer), architecture.has_extra_ffn(layer)
     sizes = Counter({"stage": (2 + reads + extra) * norm})
@@ -52,7 +52,7 @@ def slice_sizes(architecture: Architecture, layout: ParallelLayout, layer: int) 
     if moe is None or not architecture.is_sparse(layer):
         sizes["tp"] += _ffn(architecture.feed_forward, D) // layout.tp
         return sizes
-    sizes["stage"] += moe.router.num_experts * D
+    sizes["stage"] += moe.router.num_experts * (D + moe.router.bias)
     sizes["ep"] += moe.router.num_experts * _ffn(moe.experts, D) // (layout.ep * layout.etp)
     sizes["tp"] += _ffn(moe.shared, D) // layout.tp if moe.shared else 0
     sizes["stage"] += D * moe.shared_gate
@@ -73,10 +73,12 @@ def _attention_sizes(
         shared, heads = latent_matrices(D, spec)
         return Counter({"stage": shared + spec.kv_rank + (spec.query_rank or 0), "tp": heads // layout.tp})
     norms_all = spec.qk_norm and spec.qk_norm_over == "all"
-    queries, keys = spec.num_heads * spec.head_dim // layout.tp, spec.num_kv_heads * spec.head_dim // layout.kv_parts
-    sizes = Counter({"stage": 2 * spec.head_dim if spec.qk_norm and not norms_all else 0})
-    sizes["tp"] += (2 * D + spec.bias + norms_all) * queries
-    sizes["kv"] += (2 * D + 2 * spec.bias + norms_all) * keys
+    kv_parts = min(layout.tp, spec.num_kv_heads)
+    heads, key_heads = spec.num_heads // layout.tp, spec.num_kv_heads // kv_parts
+    q, v = spec.head_dim, spec.value_width
+    sizes = Counter({"stage": 2 * q if spec.qk_norm and not norms_all else 0})
+    sizes["tp"] += heads * ((D + spec.bias + norms_all) * q + D * v + spec.sinks) + spec.out_bias * D // layout.tp
+    sizes["tp" if kv_parts == layout.tp else "kv"] += key_heads * ((D + spec.bias) * (q + v) + norms_all * q)
     return sizes
 
 
@@ -116,11 +118,11 @@ def _end_sizes(architecture: Architecture, layout: ParallelLayout, blocks: list[
     is_last = architecture.num_layers - 1 in blocks
     tied = architecture.tie_embeddings and layout.pp == 1
     norm = architecture.d_model if architecture.norm == "rmsnorm" else 2 * architecture.d_model
-    ends_encoder = architecture.num_encoder_layers - 1 in blocks
+    bias = architecture.head_bias * architecture.vocab_size // layout.tp * is_last
     first = vocabulary + position_tables(architecture) // layout.tp
-    return Counter(
-        {"tp": first * (0 in blocks) + vocabulary * (is_last and not tied), "stage": norm * (is_last + ends_encoder)}
-    )
+    ends = first * (0 in blocks) + vocabulary * (is_last and not tied)
+    ends_encoder = architecture.num_encoder_layers - 1 in blocks
+    return Counter({"tp": ends + bias, "stage": norm * (is_last + ends_encoder)})
 
 
 def _gathers(recipe: Recipe, engine: str) -> tuple[int, int]:
@@ -170,10 +172,10 @@ def _block_moves(
     tokens, tp = parts[0] if layer < model.num_encoder_layers else parts[-1], layout.tp
     is_sparse = model.is_sparse(layer)
     vector = (tp - 1) / tp * tokens * model.d_model * item
-    yield from _attention_moves(recipe, layout, tokens, tokens)
+    yield from _attention_moves(recipe, layout, layer, tokens, tokens)
     if reads_encoder(model, layer):
         yield ("tp", (tp - 1) / tp * parts[0] * model.d_model * item), ("all_gather", "reduce_scatter"), True
-        yield from _attention_moves(recipe, layout, tokens, parts[0])
+        yield from _attention_moves(recipe, layout, layer, tokens, parts[0])
     dense = (not is_sparse) + bool(is_sparse and model.moe and model.moe.shared) + model.has_extra_ffn(layer)
     for _ in range(dense):
         yield ("tp", vector), ("all_gather", "reduce_scatter"), True
@@ -186,14 +188,14 @@ def _block_moves(
 
 
 def _attention_moves(
-    recipe: Recipe, layout: ParallelLayout, queries: int, keys: int
+    recipe: Recipe, layout: ParallelLayout, layer: int, queries: int, keys: int
 ) -> Iterator[tuple[tuple[str, float], tuple[str, str], bool]]:
     """Of ``queries`` tokens that attend to ``keys`` tokens; what is gathered for the latter alone is not counted."""
-    item, spec, tp, cp = ITEM_BYTES[recipe.precision.compute], recipe.model.attention, layout.tp, layout.cp
+    item, spec, tp, cp = ITEM_BYTES[recipe.precision.compute], recipe.model.attention_of(layer), layout.tp, layout.cp
     vector = (tp - 1) / tp * queries * recipe.model.d_model * item
     yield ("tp", vector), ("all_gather", "reduce_scatter"), True
     yield ("tp", vector), ("reduce_scatter", "all_gather"), True
-    key_heads, width = max(spec.num_kv_heads // tp, 1), (spec.head_dim + spec.value_dim) * item
+    key_heads, width = max(spec.num_kv_heads // tp, 1), (spec.head_dim + spec.value_width) * item
     if recipe.parallel.context == "gather":
         yield ("cp", (cp - 1) / cp * keys * cp * key_heads * width), ("all_gather", "reduce_scatter"), True
     else:
@@ -224,4 +226,4 @@ def _tokens(recipe: Recipe, layout: ParallelLayout) -> tuple[int, ...]:
 
 
 def _ffn(spec: FeedForwardSpec, d_model: int) -> int:
-    return (3 if spec.gated else 2) * d_model * spec.d_ff
+    return ffn_matrices(spec, d_model) + sum(ffn_biases(spec, d_model))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from moe_zoo.spec.architecture import (
     Architecture,
+    AttentionSpec,
     FeedForwardSpec,
     LatentAttentionSpec,
     MoESpec,
@@ -21,13 +22,13 @@ class Parameters(NamedTuple):
     """Parameters by where they sit, over all layers. A router's selection bias is a buffer and not counted."""
 
     embedding: int  # V D
-    attention: int  # q, k, v, o, their biases, and the qk-norms; of a decoder on its encoder too, and both tables
+    attention: int  # q, k, v, o, their biases, the qk-norms and sinks; of a decoder on its encoder too, and both tables
     norms: int  # two per block and the final one; a third in blocks that read an encoder, which ends in one as well
     feed_forward: int  # of the dense layers, and those behind sparse ones
     router: int  # E D per sparse layer
     experts: int  # all of them
     shared: int
-    head: int  # V D; 0 where tied to the embedding
+    head: int  # V D, or 0 where tied to the embedding, and its bias
 
     @property
     def total(self) -> int:
@@ -44,15 +45,15 @@ def parameters(architecture: Architecture) -> Parameters:
     reading = L - architecture.num_encoder_layers if architecture.encoder else 0  # blocks that read an encoder
     return Parameters(
         embedding=vocabulary,
-        attention=(L + reading) * _attention_matrices(architecture)
-        + L * _attention_vectors(architecture)
+        attention=sum(_attention(architecture.attention_of(layer), D) for layer in range(L))
+        + reading * _attention(architecture.attention, D)
         + position_tables(architecture),
         norms=(2 * L + 1 + (reading + 1 + extra if architecture.encoder else 0)) * norm,
         feed_forward=(L - num_sparse + extra) * _ffn(architecture.feed_forward, D),
-        router=num_sparse * moe.router.num_experts * D if moe else 0,
+        router=num_sparse * moe.router.num_experts * (D + moe.router.bias) if moe else 0,
         experts=num_sparse * moe.router.num_experts * _ffn(moe.experts, D) if moe else 0,
         shared=num_sparse * (_ffn(moe.shared, D) + D * moe.shared_gate) if moe and moe.shared else 0,
-        head=0 if architecture.tie_embeddings else vocabulary,
+        head=(0 if architecture.tie_embeddings else vocabulary) + architecture.head_bias * architecture.vocab_size,
     )
 
 
@@ -71,8 +72,8 @@ def forward_flops_per_token(architecture: Architecture, seq_len: int, encoder_le
     """FLOPs of one token in a forward pass. Of an encoder-decoder: of a row, over its ``seq_len`` tokens.
 
     ``2 * (matrix parameters the token is multiplied with) + 4 L S H head_dim``: an element of a matrix costs one
-    multiply and one add; scores and their use on the values cost ``2 S H head_dim`` each, with no discount for the
-    causal mask. Norms, activations, rotations and the embedding's look-up are not counted, dropped tokens are not
+    multiply and one add; scores and their use on the values cost ``2 S H head_dim`` each (in a window's S), with no discount
+    for the causal mask. Norms, activations, rotations and the embedding's look-up are not counted, dropped tokens are not
     subtracted. Source: PaLM, arXiv:2204.02311, appendix B, of which this is a third (it counts the backward pass).
     """
     layers = range(architecture.num_layers)
@@ -88,23 +89,24 @@ def block_flops_per_token(architecture: Architecture, layer: int, seq_len: int, 
     if layer < architecture.num_encoder_layers:
         return encoder_len * _block_flops(architecture, layer, encoder_len) // seq_len
     # Queries and outputs of the decoder's tokens, keys and values of the encoder's, and all of these on all of those.
-    matrices = _attention_matrices(architecture) // 2 * seq_len
-    scores = decoder_len * encoder_len * spec.num_heads * (spec.head_dim + spec.value_dim)
+    matrices = attention_matrices(spec, architecture.d_model) // 2 * seq_len
+    scores = decoder_len * encoder_len * spec.num_heads * (spec.head_dim + spec.value_width)
     own = decoder_len * _block_flops(architecture, layer, decoder_len)
     return (own + 2 * matrices + 2 * scores) // seq_len
 
 
 def _block_flops(architecture: Architecture, layer: int, seq_len: int) -> int:
     """Of one token of a row that attends to itself."""
-    D, attention, moe = architecture.d_model, architecture.attention, architecture.moe
-    matrices = _attention_matrices(architecture)
+    D, attention, moe = architecture.d_model, architecture.attention_of(layer), architecture.moe
+    matrices = attention_matrices(attention, D)
     if moe and architecture.is_sparse(layer):
         matrices += moe.router.num_experts * D + _slots_ffn(moe, D, seq_len)
-        matrices += _ffn(moe.shared, D) if moe.shared else 0
-        matrices += _ffn(architecture.feed_forward, D) if architecture.has_extra_ffn(layer) else 0
+        matrices += ffn_matrices(moe.shared, D) if moe.shared else 0
+        matrices += ffn_matrices(architecture.feed_forward, D) if architecture.has_extra_ffn(layer) else 0
     else:
-        matrices += _ffn(architecture.feed_forward, D)
-    return 2 * matrices + 2 * seq_len * attention.num_heads * (attention.head_dim + attention.value_dim)
+        matrices += ffn_matrices(architecture.feed_forward, D)
+    num_keys = min(seq_len, *(getattr(attention, limit, None) or seq_len for limit in ("window", "chunk")))
+    return 2 * matrices + 2 * num_keys * attention.num_heads * (attention.head_dim + attention.value_width)
 
 
 def head_flops_per_token(architecture: Architecture, seq_len: int = 1, encoder_len: int = 0) -> int:
@@ -127,11 +129,15 @@ def training_bytes(architecture: Architecture) -> int:
     return TRAINING_BYTES_PER_PARAMETER * num_parameters(architecture)
 
 
-def _attention_matrices(architecture: Architecture) -> int:
-    attention = architecture.attention
-    if isinstance(attention, LatentAttentionSpec):
-        return sum(latent_matrices(architecture.d_model, attention))
-    return 2 * architecture.d_model * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
+def _attention(spec: AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec, d_model: int) -> int:
+    return attention_matrices(spec, d_model) + _attention_vectors(spec, d_model)
+
+
+def attention_matrices(spec: AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec, d_model: int) -> int:
+    """Elements of the matrices of one attention."""
+    if isinstance(spec, LatentAttentionSpec):
+        return sum(latent_matrices(d_model, spec))
+    return d_model * (spec.head_dim + spec.value_width) * (spec.num_heads + spec.num_kv_heads)
 
 
 def position_tables(architecture: Architecture) -> int:
@@ -147,25 +153,35 @@ def latent_matrices(d_model: int, spec: LatentAttentionSpec) -> tuple[int, int]:
     return shared, spec.num_heads * (heads + spec.value_dim * d_model)
 
 
-def _attention_vectors(architecture: Architecture) -> int:
-    """Biases and qk-norms of a layer."""
-    spec = architecture.attention
+def _attention_vectors(spec: AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec, d_model: int) -> int:
+    """Biases, qk-norms and sinks of one attention."""
     if isinstance(spec, LatentAttentionSpec):
         return spec.kv_rank + (spec.query_rank or 0)
     if isinstance(spec, RelativeAttentionSpec):
         return 0
-    biases = spec.head_dim * (spec.num_heads + 2 * spec.num_kv_heads) if spec.bias else 0
+    keys_values = spec.num_kv_heads * (spec.head_dim + spec.value_width)
+    biases = spec.bias * (spec.num_heads * spec.head_dim + keys_values) + spec.out_bias * d_model
     normed = spec.num_heads + spec.num_kv_heads if spec.qk_norm_over == "all" else 2
-    return biases + (normed * spec.head_dim if spec.qk_norm else 0)
+    return biases + (normed * spec.head_dim if spec.qk_norm else 0) + spec.sinks * spec.num_heads
+
+
+def ffn_matrices(spec: FeedForwardSpec, d_model: int) -> int:
+    """Elements of the matrices of one feed-forward."""
+    return (3 if spec.gated else 2) * d_model * spec.d_ff
+
+
+def ffn_biases(spec: FeedForwardSpec, d_model: int) -> tuple[int, int]:
+    """(elements of its biases of hidden units, of its output)."""
+    return spec.bias * (2 if spec.gated else 1) * spec.d_ff, spec.bias * d_model
 
 
 def _ffn(spec: FeedForwardSpec, d_model: int) -> int:
-    return (3 if spec.gated else 2) * d_model * spec.d_ff
+    return ffn_matrices(spec, d_model) + sum(ffn_biases(spec, d_model))
 
 
 def _slots_ffn(moe: MoESpec, d_model: int, seq_len: int) -> int:
     """Matrix parameters of the experts that a token meets, where experts choose on average over a row."""
-    return round(moe.router.slots_per_token(seq_len) * _ffn(moe.experts, d_model))
+    return round(moe.router.slots_per_token(seq_len) * ffn_matrices(moe.experts, d_model))
 
 
 def _active_experts(architecture: Architecture, counts: Parameters) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from moe_zoo.spec.errors import RecipeError, did_you_mean
 
+SCALES = ("embedding_scale", "residual_scale", "logit_divisor")
 STRICT = {"extra": "forbid"}  # read by pydantic when a recipe holds these classes
 
 
@@ -55,15 +56,29 @@ class AttentionSpec:
     head_dim: int
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    rotary_dim: int | None = None  # leading part of each head that is rotated; null: all of it
+    rotary_dim: int | None = None  # leading part of each head that is rotated; null: all of it; 0: none
+    rope_interleaved: bool = False  # pairs (0, 1), (2, 3) ... in place of halves (ERNIE)
     qk_norm: bool = False  # RMSNorm of queries and keys
     qk_norm_over: Literal["head", "all"] = "head"  # each head by itself (Qwen3), or all of them together (OLMoE)
     bias: bool = False  # of query, key and value
+    out_bias: bool = False  # of the output
+    qk_unit_norm: bool = False  # RMSNorm of queries and keys without gains, after the rotation (Llama 4)
+    window: int | None = None  # keys that a query sees, its own among them; null: all before it (arXiv:2310.06825)
+    chunk: int | None = None  # a query sees its own chunk of a document alone, cut every so many tokens (Llama 4)
+    # Queries far into a document times 1 + temperature * ln(1 + floor((position + 1) / temperature_floor)).
+    temperature: float = 0.0  # Source: arXiv:2501.19399, as in transformers.models.llama4
+    temperature_floor: int = 8192
+    sinks: bool = False  # a learned score per head that takes its share of the softmax and gives nothing (gpt-oss)
+    scale: float | None = None  # of the scores; null: 1 / sqrt(head_dim)
+    value_dim: int | None = None  # width of a value; null: head_dim
+    value_scale: float = 1.0  # of the values (MiMo)
 
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        _positive(self, "num_heads", "num_kv_heads", "head_dim", "rope_theta")
+        _positive(self, "num_heads", "num_kv_heads", "head_dim", "rope_theta", "value_scale")
+        optional = ("window", "chunk", "scale", "value_dim")
+        _positive(self, "temperature_floor", *(name for name in optional if getattr(self, name) is not None))
         _one_of(self, "qk_norm_over", ("head", "all"))
         if self.num_heads % self.num_kv_heads:
             raise RecipeError(
@@ -72,16 +87,21 @@ class AttentionSpec:
             )
         if self.head_dim % 2:
             raise RecipeError(f"attention.head_dim: {self.head_dim}; rotary pairs need an even number; change it")
-        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim):
             raise RecipeError(
                 f"attention.rotary_dim: {self.rotary_dim}; must be even and at most head_dim = {self.head_dim}; "
                 f"null rotates all of it"
             )
 
     @property
-    def value_dim(self) -> int:
+    def value_width(self) -> int:
         """Width of a value."""
-        return self.head_dim
+        return self.value_dim or self.head_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Entries of a head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +140,16 @@ class LatentAttentionSpec:
         """Width of a query or a key."""
         return self.nope_dim + self.rope_dim
 
+    @property
+    def value_width(self) -> int:
+        """Width of a value."""
+        return self.value_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Entries of a head that are rotated."""
+        return self.rope_dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class RelativeAttentionSpec:
@@ -152,7 +182,7 @@ class RelativeAttentionSpec:
         return self.num_heads
 
     @property
-    def value_dim(self) -> int:
+    def value_width(self) -> int:
         """Width of a value."""
         return self.head_dim
 
@@ -183,14 +213,22 @@ class FeedForwardSpec:
     """One FFN, dense or one expert: ``activation(x W_up) W_down``, or gated, ``(act(x W_gate) * x W_up) W_down``."""
 
     d_ff: int
-    activation: Literal["relu", "gelu", "silu"] = "silu"
+    activation: Literal["relu", "gelu", "silu", "quick_gelu"] = "silu"  # the last: x sigmoid(1.702 x)
     gated: bool = True  # silu + gated = SwiGLU, gelu + gated = GEGLU, relu ungated = Switch
+    bias: bool = False  # of all its matrices
+    limit: float | None = None  # the gate is cut off above it, the up half above and below (gpt-oss)
+    up_offset: float = 0.0  # added to the up half after that
 
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        _positive(self, "d_ff")
-        _one_of(self, "activation", ("relu", "gelu", "silu"))
+        _positive(self, "d_ff", *(("limit",) if self.limit is not None else ()))
+        _one_of(self, "activation", ("relu", "gelu", "silu", "quick_gelu"))
+        for name in ("limit", "up_offset"):
+            if getattr(self, name) and not self.gated:
+                raise RecipeError(
+                    f"feed_forward.{name}: {getattr(self, name)}; belongs to a gated one; drop it, or set gated to true"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +243,13 @@ class RouterSpec:
 
     num_experts: int
     top_k: int = 1
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    # sparsemixer: of each choice, a softmax over the experts that are not far behind it (arXiv:2409.12136, section 2.1)
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    tolerance: float = 0.0  # of sparsemixer: how far behind, as a share
+    scales_input: bool = False  # the weight multiplies what an expert is given, not what it gives (Llama 4)
     normalize: bool = False  # chosen weights sum to one
     scale: float = 1.0  # multiplies the weights
+    bias: bool = False  # of the logits, trained
     selection_bias: bool = False  # added to the scores for the choice alone; moved by balance.method = bias
     jitter: float = 0.0  # router input times uniform(1 - jitter, 1 + jitter) in training
     capacity_factor: float | None = None  # slots an expert takes per sequence, over the mean; None never drops
@@ -222,7 +264,7 @@ class RouterSpec:
 
     def __post_init__(self) -> None:
         _positive(self, "num_experts", "top_k", "scale")
-        _one_of(self, "score", ("softmax", "sigmoid"))
+        _one_of(self, "score", ("softmax", "sigmoid", "sparsemixer"))
         if self.top_k > self.num_experts:
             raise RecipeError(
                 f"router.top_k: {self.top_k}; a token cannot choose more than num_experts = {self.num_experts}; "
@@ -234,8 +276,17 @@ class RouterSpec:
             factor = getattr(self, name)
             if factor is not None and factor <= 0:
                 raise RecipeError(f"router.{name}: {factor}; must be positive; null never drops a token")
+        if self.scales_input and self.top_k > 1:
+            raise RecipeError(
+                f"router.scales_input: true; each of top_k = {self.top_k} choices would want an input of its own; set "
+                f"top_k to 1"
+            )
         self._check_groups()
         self._check_choice()
+        if self.score == "sparsemixer" and (self.choice, self.num_groups, self.selection_bias) != ("token", 1, False):
+            raise RecipeError(
+                "router.score: sparsemixer; knows no groups, no selection_bias and no choice by experts; set score to softmax"
+            )
 
     def _check_groups(self) -> None:
         _positive(self, "num_groups", "groups_per_token")
@@ -303,6 +354,7 @@ class MoESpec:
 class Architecture:
     """A decoder of ``num_layers`` blocks; block i is sparse where ``is_sparse(i)``.
 
+    Blocks may have one of two kinds of attention (``attention_of``); a hybrid's linear attention would be one of them.
     With an ``encoder`` its blocks are the first ``encoder.num_layers`` of the ``num_layers``, the decoder's the others.
     ``moe.first_layer`` and ``moe.every`` count in each half by itself, ``moe.dense_layers`` through both.
     """
@@ -313,6 +365,12 @@ class Architecture:
     attention: AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec
     feed_forward: FeedForwardSpec  # of the dense layers
     moe: MoESpec | None = None
+    local_attention: AttentionSpec | None = None  # of the blocks ``local_layers``
+    local_layers: tuple[int, ...] = ()
+    embedding_scale: float = 1.0  # multiplies what is looked up (Granite)
+    residual_scale: float = 1.0  # multiplies what attention and feed-forward add
+    logit_divisor: float = 1.0
+    head_bias: bool = False
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
@@ -323,7 +381,9 @@ class Architecture:
 
     def __post_init__(self) -> None:
         _positive(self, "vocab_size", "d_model", "num_layers", "norm_eps", "init_std")
+        _positive(self, "embedding_scale", "residual_scale", "logit_divisor")
         _one_of(self, "norm", ("rmsnorm", "layernorm"))
+        self._check_local_layers()
         self._check_encoder()
         if self.moe and not self.sparse_layers:
             raise RecipeError(
@@ -344,6 +404,10 @@ class Architecture:
                 f"model.encoder.num_layers: {encoder.num_layers}; model.num_layers = {self.num_layers} counts both "
                 f"halves; lower it, or raise that"
             )
+        plain = {name: getattr(self, name) for name in ("local_attention", "head_bias", *SCALES)}
+        for name, value in plain.items() if encoder is not None else ():
+            if value not in (None, False, 1.0):
+                raise RecipeError(f"model.{name}: {value}; an encoder-decoder has none; drop it, or model.encoder")
         if encoder is not None and self.experts_choose:
             raise RecipeError(
                 "router.choice: expert; an encoder-decoder takes the paper's choice alone, that of tokens; set it to token"
@@ -357,6 +421,33 @@ class Architecture:
     def has_extra_ffn(self, layer: int) -> bool:
         """Whether a dense feed-forward stands behind the experts of block ``layer``."""
         return self.encoder is not None and self.encoder.extra_ffn and self.is_sparse(layer)
+
+    def _check_local_layers(self) -> None:
+        if (self.local_attention is None) != (not self.local_layers):
+            raise RecipeError(
+                f"model.local_layers: {list(self.local_layers)}; names the blocks of local_attention, which is "
+                f"{'not given' if self.local_attention is None else 'given'}; set both or none"
+            )
+        if beyond := [layer for layer in self.local_layers if not 0 <= layer < self.num_layers]:
+            raise RecipeError(
+                f"model.local_layers: {beyond[0]}; the model has layers 0 to {self.num_layers - 1}; drop it"
+            )
+
+    def attention_of(self, layer: int) -> AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec:
+        """The attention of block ``layer``."""
+        return self.local_attention if self.local_attention and layer in self.local_layers else self.attention
+
+    @property
+    def attentions(self) -> dict[str, AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec]:
+        """The kinds that blocks have, by the key that holds them."""
+        kinds = {"attention": self.attention, "local_attention": self.local_attention}
+        return {key: spec for key, spec in kinds.items() if spec is not None}
+
+    @property
+    def has_output_biases(self) -> bool:
+        """Whether a layer that tensor parallelism cuts adds a bias to its output."""
+        dense = (self.feed_forward, *((self.moe.shared,) if self.moe and self.moe.shared else ()))
+        return any(getattr(spec, "out_bias", False) for spec in self.attentions.values()) or any(s.bias for s in dense)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether block ``layer`` (from 0) has experts."""

@@ -90,7 +90,7 @@ def resolve_layout(recipe: Recipe, world: int, ranks_per_node: int) -> ParallelL
     pod = stage // asked.replicate
     ep = _auto_ep(recipe, pod, ranks_per_node) if asked.ep == "auto" else asked.ep
     _check_experts(recipe, ep, pod, whose)
-    kv_parts = min(asked.tp, model.attention.num_kv_heads)
+    kv_parts = min(asked.tp, *(spec.num_kv_heads for spec in model.attentions.values()))
     dispatch = "exact" if asked.dispatch == "auto" else asked.dispatch
     layout = ParallelLayout(
         world=world,
@@ -152,10 +152,17 @@ def _problems(recipe: Recipe, factor: str, size: int, ranks: int) -> Iterator[st
             yield f"{what} divide {name} = {number}"
     if ranks % size:
         yield f"must divide the {ranks} {_ranks(ranks)} {{whose}}"
-    tp, kv = recipe.parallel.tp, recipe.model.attention.num_kv_heads
+    for key, spec in recipe.model.attentions.items():
+        yield from _key_head_problems(recipe, factor, size, f"model.{key}.num_kv_heads", spec.num_kv_heads)
+    heads = {spec.num_kv_heads for spec in recipe.model.attentions.values()}
+    if factor == "tp" and len({min(kv, size) for kv in heads} - {size}) > 1:
+        yield f"leaves ranks with the same key heads, in groups that differ from layer to layer ({sorted(heads)} heads)"
+
+
+def _key_head_problems(recipe: Recipe, factor: str, size: int, name: str, kv: int) -> Iterator[str]:
     if factor == "tp" and kv % size and size % kv:
-        yield f"must divide model.attention.num_kv_heads = {kv} or be a multiple of it"
-    own = max(kv // tp, 1)
+        yield f"must divide {name} = {kv} or be a multiple of it"
+    own = max(kv // recipe.parallel.tp, 1)
     if factor == "cp" and recipe.parallel.context == "ulysses" and own % size and size % own:
         yield f"ulysses spreads {own} key heads, which it must divide or be a multiple of"
 
@@ -164,20 +171,24 @@ def _cut_dimensions(recipe: Recipe, factor: str, degree: int) -> Iterator[tuple[
     """(multiple, what is cut, its size): ``multiple`` times the ``degree`` of ``factor`` must divide the size."""
     model, asked, lengths = recipe.model, recipe.parallel, _lengths(recipe)
     if factor == "tp":
-        yield 1, "model.attention.num_heads", model.attention.num_heads
+        yield from ((1, f"model.{key}.num_heads", spec.num_heads) for key, spec in model.attentions.items())
         yield 1, "model.vocab_size", model.vocab_size
         yield from ((1, name, length) for name, length in lengths)
         if len(model.sparse_layers) < model.num_layers:
             yield 1, "model.feed_forward.d_ff", model.feed_forward.d_ff
         if model.moe and model.moe.shared:
             yield 1, "model.moe.shared.d_ff", model.moe.shared.d_ff
+        if model.has_output_biases:
+            yield 1, "model.d_model", model.d_model
     if factor == "cp" and asked.context == "ulysses":
         yield from ((asked.tp, name, length) for name, length in lengths)
-        yield asked.tp, "model.attention.num_heads", model.attention.num_heads
+        yield from ((asked.tp, f"model.{key}.num_heads", spec.num_heads) for key, spec in model.attentions.items())
     elif factor == "cp" and degree > 1:  # ranks hold two chunks each, so that causal work is even
         yield from ((2 * asked.tp, name, length) for name, length in lengths)
     if factor == "etp" and model.moe:
         yield 1, "model.moe.experts.d_ff", model.moe.experts.d_ff
+        if model.moe.experts.bias:
+            yield 1, "model.d_model", model.d_model
 
 
 def _lengths(recipe: Recipe) -> list[tuple[str, int]]:

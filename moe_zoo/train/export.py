@@ -8,20 +8,27 @@ import torch
 from safetensors import SafetensorError
 
 from moe_zoo.models.causal_lm import MoeZooForCausalLM
+from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.hub import from_architecture, without_progress_bars
+from moe_zoo.models.upstream import with_decoder
 from moe_zoo.spec.errors import CheckpointError
 from moe_zoo.train.checkpoint import Checkpoint, latest_checkpoint
 
+OURS = MoeZooConfig.model_type
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
 
 
-def export_checkpoint(source: Path, out: Path, tokenizer: Path | None = None) -> Path:
-    """Write weights, configuration, code and tokenizer of a run's newest checkpoint, or of one given, to ``out``."""
+def export_checkpoint(source: Path, out: Path, tokenizer: Path | None = None, family: str = OURS) -> Path:
+    """Write weights, configuration and tokenizer of a run's newest checkpoint, or of one given, to ``out``.
+
+    ``family``: ours, with the code that loads it elsewhere; a ``model_type`` of transformers; or "auto", which is the
+    one that has a model of these numbers, and ours where none has.
+    """
     checkpoint = Checkpoint(source) if (source / "MANIFEST.json").exists() else _newest(source)
     tokenizer = tokenizer or Path(checkpoint.recipe.data.tokenizer)
     if not tokenizer.is_dir():
         raise CheckpointError(f"export: tokenizer {tokenizer}; no such folder; give it with --tokenizer")
-    model = _model(checkpoint, tokenizer)
+    model = _dressed(_model(checkpoint, tokenizer), family)
     try:
         _write(model, tokenizer, out)
     except (OSError, SafetensorError) as error:
@@ -31,6 +38,18 @@ def export_checkpoint(source: Path, out: Path, tokenizer: Path | None = None) ->
             f"or choose another folder, and run moe-zoo export"
         ) from None
     return out
+
+
+def _dressed(model: MoeZooForCausalLM, family: str) -> MoeZooForCausalLM:
+    if family == OURS:
+        return model
+    fitting = with_decoder(model, model.model)
+    found = fitting.config.upstream["model_type"] if fitting.config.upstream else OURS
+    if family not in ("auto", found):
+        raise CheckpointError(
+            f"export: --format {family}; the model of this run is no {family}; give {found}, or auto, which finds it"
+        )
+    return fitting
 
 
 def _write(model: MoeZooForCausalLM, tokenizer: Path, out: Path) -> None:

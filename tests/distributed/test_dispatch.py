@@ -12,6 +12,7 @@ from moe_zoo.layers.dispatch import Dispatcher, LocalDispatcher, make_dispatcher
 from moe_zoo.layers.experts import Experts
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.layers.router import TopKRouter
+from moe_zoo.ops.experts import Unit
 from moe_zoo.testing import run_distributed
 
 BATCH, SEQ, WIDTH, HIDDEN, EXPERTS = 2, 7, 5, 6, 8  # rows per rank; odd sizes on purpose
@@ -46,7 +47,7 @@ def layer(top_k: int, factor: float | None = None, num_idle: int = 0, choice: st
     router = TopKRouter(
         WIDTH, EXPERTS, top_k, score="sigmoid", selection_bias=True, capacity_factor=factor, choice=choice
     )
-    made = MoELayer(router, Experts(EXPERTS, WIDTH, HIDDEN, activation="silu", gated=True)).double()
+    made = MoELayer(router, Experts(EXPERTS, WIDTH, HIDDEN, Unit("silu", gated=True))).double()
     generator = torch.Generator().manual_seed(11)
     for param in made.parameters():
         param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64)

@@ -1,5 +1,7 @@
 """A run that begins with another's weights: each rank reads its own slices of them, in any layout."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from moe_zoo.models.source import Source, check_source
 from moe_zoo.parallel.build import build_model
 from moe_zoo.spec.errors import CheckpointError
 from moe_zoo.testing import run_distributed
+from tests.helpers import on_ranks, state
 from tests.law import make_recipe
 from tests.unit.models.test_families import DEEPSEEK, LATENT, theirs
 
@@ -69,3 +72,15 @@ def test_what_only_training_needs_may_differ(folders):
     root, whole = folders
     values = whole.model.architecture.to_dict() | {"init_std": 0.5}
     check_source(Source(root / "ours"), make_recipe(model=values, balance__method="bias").model)
+
+
+def test_a_run_begins_with_the_weights_of_another_and_resumes_with_its_own(run_values, tmp_path):
+    first = Path(on_ranks(run_values))
+    model = moe_zoo.load(first / "model").model
+    still = {"lr": 1e-12, "schedule": "constant", "weight_decay": 0.0}
+    values = run_values | {"name": "second", "init": str(first / "model"), "optim": still, "parallel": {"ep": 2}}
+    second = state(Path(on_ranks(values)), 6)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(second[name, "weight"].view_as(param), param, rtol=0, atol=1e-6)
+    moved_away = values | {"init": str(tmp_path / "gone" / "model")}  # a resumed run no longer asks for it
+    assert Path(on_ranks(moved_away | {"train": values["train"] | {"steps": 6}})) == tmp_path / "runs" / "second"

@@ -133,3 +133,52 @@ def test_norms_over_all_heads_biases_and_a_gated_shared_expert_over_split_matric
     attention = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "qk_norm": True, "qk_norm_over": "all", "bias": True}
     gated = {"model__moe__shared_gate": True, "model__attention": attention | {"rotary_dim": 2}}
     check(split_recipe(engine, parallel__tp=4, parallel__ep=2, **gated), world_size=4)
+
+
+GPT_OSS = {
+    "model__attention": {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "bias": True,
+        "out_bias": True,
+        "sinks": True,
+    },
+    "model__local_attention": {
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 6,
+        "value_dim": 5,
+        "rope_theta": 300.0,
+        "window": 5,
+        "out_bias": True,
+        "sinks": True,
+    },
+    "model__local_layers": [0],
+    "model__moe": {
+        "first_layer": 1,
+        "router": {"num_experts": 6, "top_k": 2, "normalize": True, "jitter": 0.1, "bias": True},
+        "experts": {"d_ff": 12, "activation": "quick_gelu", "bias": True, "limit": 0.5, "up_offset": 1.0},
+        "shared": {"d_ff": 8, "bias": True},
+    },
+    "model__embedding_scale": 1.5,
+    "model__residual_scale": 0.7,
+    "model__logit_divisor": 0.9,
+    "model__head_bias": True,
+}
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"tp": 2, "cp": 2, "ep": 2, "etp": 2},
+        {"tp": 2, "cp": 2, "context": "ulysses"},
+        {"tp": 4, "ep": 2, "recompute": "selective"},  # one kind's key heads are shared by ranks, the other's are not
+        {"pp": 2, "tp": 2, "ep": 2},
+    ],
+    ids=lambda axes: " ".join(f"{name}{value}" for name, value in axes.items()),
+)
+def test_windows_sinks_and_biases_over_split_heads_and_rows(engine, axes):
+    changes = {f"parallel__{name}": value for name, value in axes.items()}
+    check(split_recipe(engine, **GPT_OSS | changes), world_size=4)

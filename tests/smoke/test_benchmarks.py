@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["experts", "step_time", "traffic"])
+@pytest.mark.parametrize("module", ["experts", "forward", "load", "step_time", "traffic"])
 def test_a_benchmark_runs(module, tmp_path):
     out = tmp_path / "out.json"
     words = [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--json", str(out)]

@@ -1,6 +1,5 @@
 """The command line: one line for a mistake, JSON for a program, help with an example."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from moe_zoo import cli
-from moe_zoo.spec.presets import preset_names
 
-VERBS = [command.callback.__name__ for command in cli.app.registered_commands]
+COMMANDS = [*cli.app.registered_commands, *cli.model_app.registered_commands]
+VERBS = [command.name or command.callback.__name__ for command in COMMANDS]
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -57,14 +56,6 @@ def test_a_rank_other_than_0_tells_its_mistake_with_its_number(capsys, monkeypat
 def test_an_unknown_verb_or_option_is_refused_with_code_2(capsys):
     assert run(capsys, "trian")[0] == 2
     assert run(capsys, "train", "r.yaml", "--processes", "0")[0] == 2
-
-
-def test_presets_are_listed_for_people_and_for_programs(capsys):
-    _, table, _ = run(capsys, "presets")
-    _, listed, _ = run(capsys, "presets", "--json")
-    assert [line.split()[0] for line in table.splitlines()] == preset_names()
-    assert [row["name"] for row in json.loads(listed)] == preset_names()
-    assert all(row["active_parameters"] < row["parameters"] for row in json.loads(listed))
 
 
 def test_the_schema_is_the_published_one(capsys):

@@ -57,7 +57,7 @@ def latent_back(architecture: Architecture) -> dict[str, Any]:
         "qk_nope_head_dim": spec.nope_dim,
         "qk_rope_head_dim": spec.rope_dim,
         "v_head_dim": spec.value_dim,
-        "rope_parameters": rope_back(architecture),
+        "rope_parameters": rope_back(spec),
     }
 
 

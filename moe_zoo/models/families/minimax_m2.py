@@ -14,35 +14,20 @@ from moe_zoo.models.families.base import (
     common_back,
     heads,
     moe_rules,
-    swiglu,
+    sparse_everywhere,
+    sparse_everywhere_back,
 )
-from moe_zoo.spec.architecture import Architecture, AttentionSpec, MoESpec, RouterSpec
+from moe_zoo.spec.architecture import Architecture, AttentionSpec
 
 
 def read(config: PretrainedConfig) -> Architecture:
-    router = RouterSpec(
-        num_experts=config.num_local_experts,
-        top_k=config.num_experts_per_tok,
-        score="sigmoid",
-        normalize=True,
-        selection_bias=True,
-    )
-    experts = swiglu(config.intermediate_size)
-    return Architecture(
-        **common(config),
-        attention=AttentionSpec(**heads(config), qk_norm=True, qk_norm_over="all"),
-        feed_forward=experts,
-        moe=MoESpec(router=router, experts=experts),
-    )
+    attention = AttentionSpec(**heads(config), qk_norm=True, qk_norm_over="all")
+    experts = sparse_everywhere(config, score="sigmoid", normalize=True, selection_bias=True)
+    return Architecture(**common(config), attention=attention, **experts)
 
 
 def write(architecture: Architecture) -> dict[str, Any]:
-    moe = architecture.moe
-    return common_back(architecture) | {
-        "intermediate_size": moe.experts.d_ff,
-        "num_local_experts": moe.router.num_experts,
-        "num_experts_per_tok": moe.router.top_k,
-    }
+    return common_back(architecture) | sparse_everywhere_back(architecture)
 
 
 BIAS = Rule(LAYER + "block_sparse_moe.e_score_correction_bias", BLOCK + "feed_forward.router.selection_bias")

@@ -12,50 +12,30 @@ from moe_zoo.models.families.base import (
     Rule,
     common,
     common_back,
-    dense_layers,
     heads,
     moe_rules,
-    no_window,
     swiglu,
+    windows,
+    windows_back,
 )
-from moe_zoo.spec.architecture import Architecture, AttentionSpec, MoESpec, RouterSpec
+from moe_zoo.models.families.qwen import qwen_moe, qwen_moe_back
+from moe_zoo.spec.architecture import Architecture, AttentionSpec
 
 
 def read(config: PretrainedConfig) -> Architecture:
-    if config.use_sliding_window:
-        no_window(config)
-    router = RouterSpec(
-        num_experts=config.num_experts, top_k=config.num_experts_per_tok, normalize=config.norm_topk_prob
-    )
-    return Architecture(
-        **common(config),
-        attention=AttentionSpec(**heads(config), bias=config.qkv_bias),
-        feed_forward=swiglu(config.intermediate_size),
-        moe=MoESpec(
-            router=router,
-            experts=swiglu(config.moe_intermediate_size),
-            shared=swiglu(config.shared_expert_intermediate_size),
-            shared_gate=True,
-            first_layer=config.decoder_sparse_step - 1,
-            every=config.decoder_sparse_step,
-            dense_layers=dense_layers(config),
-        ),
-    )
+    attention = windows(config, AttentionSpec(**heads(config), bias=config.qkv_bias))
+    feed_forwards = qwen_moe(config, swiglu(config.shared_expert_intermediate_size))
+    return Architecture(**common(config), **attention, **feed_forwards)
 
 
 def write(architecture: Architecture) -> dict[str, Any]:
-    moe = architecture.moe
-    return common_back(architecture) | {
-        "qkv_bias": architecture.attention.bias,
-        "intermediate_size": architecture.feed_forward.d_ff,
-        "moe_intermediate_size": moe.experts.d_ff,
-        "shared_expert_intermediate_size": moe.shared.d_ff,
-        "num_experts": moe.router.num_experts,
-        "num_experts_per_tok": moe.router.top_k,
-        "norm_topk_prob": moe.router.normalize,
-        "decoder_sparse_step": moe.every,
-        "mlp_only_layers": list(moe.dense_layers),
-    }
+    windowed = windows_back(architecture)
+    return (
+        common_back(architecture)
+        | qwen_moe_back(architecture)
+        | windowed
+        | {"qkv_bias": architecture.attention.bias, "use_sliding_window": "sliding_window" in windowed}
+    )
 
 
 GATE = Rule(LAYER + "mlp.shared_expert_gate.weight", BLOCK + "feed_forward.shared_gate.weight")

@@ -33,6 +33,11 @@ def read(config: PretrainedConfig) -> Architecture:
         raise refused(config, "dense_act_fn", config.dense_act_fn, f"one of {', '.join(ACTIVATIONS)}")
     halves = (config.num_layers, config.encoder_sparse_step), (config.num_decoder_layers, config.decoder_sparse_step)
     (encoder_first, encoder_every), (first, every) = (sparse_layers(*half) for half in halves)
+    own = (
+        {"first_layer": encoder_first, "every": encoder_every}
+        if (encoder_first, encoder_every) != (first, every)
+        else {}
+    )
     ffn = FeedForwardSpec(d_ff=config.d_ff, activation=config.dense_act_fn, gated=False)
     router = RouterSpec(
         num_experts=config.num_experts,
@@ -55,7 +60,7 @@ def read(config: PretrainedConfig) -> Architecture:
         else None,
         norm_eps=config.layer_norm_epsilon,
         tie_embeddings=bool(config.tie_word_embeddings),
-        encoder=EncoderSpec(num_layers=config.num_layers, first_layer=encoder_first, every=encoder_every),
+        encoder=EncoderSpec(num_layers=config.num_layers, **own),
     )
 
 

@@ -4,19 +4,22 @@ from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
-from moe_zoo.spec.accounting import num_active_parameters, num_parameters
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import RecipeError, did_you_mean
 from moe_zoo.spec.yaml_text import parse_yaml
 
 
-class PresetSummary(NamedTuple):
-    """One line of ``moe-zoo presets``."""
+class Preset(NamedTuple):
+    """What is known of a preset besides its numbers."""
 
     name: str
-    parameters: int
-    active_parameters: int  # met by one token
-    source: str
+    source: str  # where the numbers come from
+    family: str  # model_type by which transformers reads it
+    license: str | None = None  # of the published weights, by the Hub's names; None: none were published
+    license_name: str | None = None  # where ``license`` is "other"
+    hub: str | None = None  # id of the published weights
+    about: str | None = None  # a few sentences for its card
+    published: tuple[float | None, ...] | None = None  # billions of parameters, total and met by one token
 
 
 def preset_names() -> list[str]:
@@ -34,12 +37,12 @@ def preset_values(name: str) -> dict[str, Any]:
     return dict(_preset(name)["architecture"])
 
 
-def preset_summary(name: str) -> PresetSummary:
-    """Size and origin of a preset."""
-    architecture = load_preset(name)
-    return PresetSummary(
-        name, num_parameters(architecture), num_active_parameters(architecture), str(_preset(name)["source"])
-    )
+def preset(name: str) -> Preset:
+    """What is known of it."""
+    values = {key: value for key, value in _preset(name).items() if key != "architecture"}
+    published = tuple(values.pop("published", ())) or None
+    source = values.pop("source", None) or f"config.json of {values['hub']}"
+    return Preset(name, source, **values, published=published)
 
 
 def _preset(name: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from moe_zoo.layers.dispatch import make_dispatcher
 from moe_zoo.layers.experts import Experts
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.layers.router import TopKRouter
+from moe_zoo.ops.experts import Unit
 
 RANKS, EXPERTS = 4, 8
 
@@ -25,7 +26,9 @@ def step(kind: str, group: dist.ProcessGroup | None, slices: int = 1, **router) 
     """Forward and backward of a sparse layer; the shape of what one expert's gradient adds up to."""
     with FakeTensorMode():
         own = EXPERTS * slices // RANKS if group else EXPERTS
-        layer = MoELayer(TopKRouter(6, EXPERTS, 2, jitter=0.1, **router), Experts(own, 6, 4, "silu", True))
+        layer = MoELayer(
+            TopKRouter(6, EXPERTS, 2, jitter=0.1, **router), Experts(own, 6, 4, Unit("silu", True), bias=True)
+        )
         layer.dispatcher = make_dispatcher(kind, EXPERTS, group=group, slices=slices)
         hidden = torch.empty(3, 7, 6, requires_grad=True)
         out, _ = layer(hidden, torch.arange(3))

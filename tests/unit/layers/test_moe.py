@@ -8,6 +8,7 @@ from moe_zoo.layers.experts import Experts
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.layers.router import TopKRouter
 from moe_zoo.ops import reference
+from moe_zoo.ops.experts import Stacks, Unit
 
 B, S, D, F, E, K = 3, 7, 5, 4, 6, 2
 TOLERANCE = 1e-12  # float64: sums of some dozens of products in another order
@@ -25,7 +26,7 @@ ROUTERS = {
 
 
 def layer(kind: str = "exact", **router) -> MoELayer:
-    made = MoELayer(TopKRouter(D, E, K, **router), Experts(E, D, F, "silu", True)).double()
+    made = MoELayer(TopKRouter(D, E, K, **router), Experts(E, D, F, Unit("silu", True), bias=True)).double()
     made.dispatcher = make_dispatcher(kind, E)
     generator = torch.Generator().manual_seed(7)
     for param in made.parameters():
@@ -54,8 +55,8 @@ def slow(moe: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
         if router.capacity_factor is not None:
             chosen = torch.tensor(reference.drop(chosen.tolist(), E, router.capacity_factor))
         chosen = chosen.flatten(0, 1)
-    stacks = moe.experts.w_up, moe.experts.w_down
-    return reference.experts(hidden.flatten(0, 1), chosen, weights, *stacks, "silu", True).view_as(hidden)
+    stacks = [getattr(moe.experts, name) for name in Stacks._fields]
+    return reference.experts(hidden.flatten(0, 1), chosen, weights, stacks, moe.experts.unit).view_as(hidden)
 
 
 def slow_expert_choice(router: TopKRouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

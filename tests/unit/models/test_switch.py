@@ -1,6 +1,7 @@
 """The Switch encoder-decoder equals transformers' where that is right; where it is not, ours equals the paper."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import moe_zoo
 from moe_zoo.models.families.switch_transformers import read, write
 from moe_zoo.models.hub import from_architecture
 from moe_zoo.models.init import initialize
+from moe_zoo.models.source import Source
 from moe_zoo.models.switch import SparseEncoderDecoder
 from moe_zoo.ops import reference
 from moe_zoo.ops.relative import relative_buckets
@@ -19,7 +21,6 @@ from moe_zoo.spec.accounting import num_parameters
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import CheckpointError, RecipeError
 from tests.helpers import run_where_moe_zoo_is_not_installed
-from tests.unit.models.test_families import compare_gradients
 
 SMALL = {
     "vocab_size": 48,
@@ -182,6 +183,19 @@ def test_stages_one_after_the_other_are_the_whole_model():
     assert torch.cat(shares).tolist() == pytest.approx([2 / 3, 2 / 3, 1 / 3, 1 / 3, 1 / 3])
 
 
+@torch.no_grad()
+def compare_gradients(reference, ours, folder: Path) -> None:
+    """transformers writes its gradients as if they were weights: then both go by the names of its files."""
+    for param in reference.parameters():
+        param.copy_(param.grad if param.grad is not None else torch.zeros_like(param))
+    reference.save_pretrained(folder)
+    source = Source(folder)
+    for name, param in ours.model.named_parameters():
+        expected = source.values(name)
+        limit = 1e-4 * expected.abs().max().item() + 1e-6
+        torch.testing.assert_close(param.grad, expected, rtol=0, atol=limit, msg=lambda text, n=name: f"{n}: {text}")
+
+
 # ---------------------------------------------------------------------- where transformers is wrong
 
 
@@ -206,9 +220,8 @@ def test_transformers_multiplies_the_input_of_the_experts_by_the_jitter_too():
     arch = dataclasses.replace(read(model.config))
     ours = initialize(SparseEncoderDecoder(arch), seed=0).train().layers["1"].feed_forward
     routing = ours.router(torch.ones(1, 5, 24), torch.tensor([1]))
-    expected = reference.experts(
-        torch.ones(5, 24), routing.experts_TK, routing.weights_TK, ours.experts.w_up, ours.experts.w_down, "relu", False
-    )
+    stacks, unit = (ours.experts.w_up, ours.experts.w_down, None, None), ours.experts.unit
+    expected = reference.experts(torch.ones(5, 24), routing.experts_TK, routing.weights_TK, stacks, unit)
     found, _ = ours(torch.ones(1, 5, 24), torch.tensor([1]))
     torch.testing.assert_close(found[0], expected)
 

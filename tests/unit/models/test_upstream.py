@@ -1,6 +1,7 @@
 """What is wrong with a folder of weights is told in one line that names file and tensor."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import moe_zoo
 from moe_zoo.spec.errors import CheckpointError
-from tests.unit.models.test_families import QWEN, theirs
+from tests.unit.models.test_families import DEEPSEEK, LATENT, QWEN, theirs
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
@@ -102,3 +103,59 @@ def test_a_family_that_is_not_known_is_named_with_a_near_one(folder):
 def test_a_preset_that_this_machine_cannot_hold_is_refused():
     with pytest.raises(CheckpointError, match=r"load: kimi-k2; its fresh fp32 weights are 3,823.7 GiB, "):
         moe_zoo.load("kimi-k2")
+
+
+def test_a_config_of_the_wrong_kind(folder):
+    values = json.loads((folder / "config.json").read_text()) | {"num_experts": "many"}
+    (folder / "config.json").write_text(json.dumps(values))
+    assert "config.json: " in refusal(folder) and refusal(folder).endswith("as a qwen3_moe; fetch it again")
+
+
+def test_a_config_that_is_cut_short(folder):
+    (folder / "config.json").write_text('{"model_type": "qwen3')
+    assert "config.json: " in refusal(folder)
+
+
+def test_an_architecture_that_nobody_knows(folder):
+    values = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3_mo"}
+    (folder / "config.json").write_text(json.dumps(values))
+    assert refusal(folder).endswith("moe-zoo does not build; did you mean 'qwen3_moe'?")
+
+
+def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path):
+    theirs("deepseek_v3", DEEPSEEK | LATENT).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    rope = values.pop("rope_parameters")
+    values |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}  # as its config.json has them
+    model = moe_zoo.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    again = moe_zoo.load(tmp_path)
+    ids = torch.tensor([[3, 4, 5]])
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_a_model_in_fp8_is_the_model_that_its_numbers_stand_for(tmp_path):
+    theirs("deepseek_v3", DEEPSEEK | LATENT).save_pretrained(tmp_path / "plain")
+    shutil.copytree(tmp_path / "plain", tmp_path / "fp8")
+    tensors, stored, meant = load_file(tmp_path / "plain" / "model.safetensors"), {}, {}
+    for name, values in tensors.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = meant[name] = values
+            continue
+        blocks = [-(-size // 8) for size in values.shape]
+        scales = torch.rand(*blocks) + 0.5
+        wide = scales.repeat_interleave(8, 0)[: len(values)].repeat_interleave(8, 1)[:, : values.shape[1]]
+        stored[name] = (values / wide).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scales
+        meant[name] = stored[name].float() * wide
+    save_file(stored, tmp_path / "fp8" / "model.safetensors")
+    save_file(meant, tmp_path / "plain" / "model.safetensors")
+    values = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(values))
+    ids = torch.tensor([[3, 4, 5]])
+    model = moe_zoo.load(tmp_path / "fp8")
+    assert torch.equal(model(ids).logits, moe_zoo.load(tmp_path / "plain")(ids).logits)
+    model.save_pretrained(tmp_path / "again")
+    assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())

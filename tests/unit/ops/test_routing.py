@@ -11,6 +11,7 @@ from moe_zoo.ops.routing import (
     count_per_row,
     expert_capacity,
     score_experts,
+    sparse_mixer,
     take_tokens,
     taken_slots,
     within_capacity,
@@ -33,6 +34,21 @@ def test_choice_equals_the_reference(score, normalize, with_bias):
     logits = torch.randn(11, E, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(E, dtype=torch.float64) if with_bias else None
     assert_choice_equals_the_reference(logits, bias, (1, 1, "max"), top_k=3, score=score, normalize=normalize)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.1, 0.6])
+@pytest.mark.parametrize("shift", [0.0, -9.0, 3.0])  # all logits below zero, or all above
+def test_sparse_mixer_equals_the_reference(tolerance, shift):
+    torch.manual_seed(3)
+    logits = (torch.randn(23, E, dtype=torch.float64) + shift).requires_grad_()
+    weights, chosen = sparse_mixer(logits, top_k=2, tolerance=tolerance)
+    rows = [reference.mix(row, 2, tolerance) for row in logits]
+    assert chosen.tolist() == [row[0] for row in rows]
+    expected = torch.stack([torch.stack(row[1]) for row in rows])
+    torch.testing.assert_close(weights, expected, atol=1e-12, rtol=0)
+    seed = torch.randn(23, 2, dtype=torch.float64)
+    found, truth = (torch.autograd.grad(out, logits, seed)[0] for out in (weights, expected))
+    torch.testing.assert_close(found, truth, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("group_score", ["max", "top2"])

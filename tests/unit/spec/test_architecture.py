@@ -7,7 +7,7 @@ import pytest
 
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import RecipeError
-from moe_zoo.spec.presets import load_preset, preset_names, preset_summary
+from moe_zoo.spec.presets import load_preset, preset, preset_names
 
 SWITCH = load_preset("switch-lm-test")
 
@@ -16,7 +16,7 @@ SWITCH = load_preset("switch-lm-test")
 def test_every_preset_survives_json_and_names_its_source(name):
     architecture = load_preset(name)
     assert Architecture.from_dict(json.loads(json.dumps(architecture.to_dict()))) == architecture
-    assert len(preset_summary(name).source) > 5
+    assert len(preset(name).source) > 5 and preset(name).family
 
 
 def test_the_test_presets_make_opposite_choices():

@@ -13,6 +13,7 @@ import pytest
 import torch
 import xxhash
 
+import moe_zoo
 from moe_zoo.engines import make_engine
 from moe_zoo.parallel.build import build_model
 from moe_zoo.parallel.placement import Cut, Placement
@@ -272,8 +273,6 @@ def test_a_manifest_that_cannot_be_written_is_one_line_and_leaves_no_folder(engi
 
 
 def test_an_explicit_checkpoint_is_exported_not_the_newest(engine, tmp_path):
-    import moe_zoo
-
     early = save_checkpoint(tmp_path / "run" / "checkpoints", engine, step=2)
     engine.load(lambda *where: value_of(*where) + 1, num_steps=3)
     save_checkpoint(tmp_path / "run" / "checkpoints", engine, step=3)
@@ -321,3 +320,18 @@ def test_an_export_to_a_place_that_is_no_folder_is_one_line(engine, tmp_path):
         f"export: {tmp_path}/file; File exists; "
     )
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_run_whose_numbers_a_family_has_is_exported_as_that_family(engine, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    made = save_checkpoint(tmp_path / "checkpoints", engine, step=2)
+    out = export_checkpoint(made, tmp_path / "theirs", family="auto")
+    theirs, notes = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert theirs.config.model_type == "dots1" and not notes["missing_keys"] and not notes["unexpected_keys"]
+    ours = moe_zoo.load(export_checkpoint(made, tmp_path / "ours"))
+    ids = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(theirs(ids).logits, ours(ids).logits, rtol=1e-4, atol=1e-4)
+    assert refusal(lambda: export_checkpoint(made, tmp_path / "no", family="mixtral")) == (
+        "export: --format mixtral; the model of this run is no mixtral; give dots1, or auto, which finds it"
+    )

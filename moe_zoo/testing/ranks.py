@@ -1,4 +1,4 @@
-"""Helpers for our tests, and for those who add a model outside this repository.
+"""Run a function on several CPU ranks.
 
 Importing torch and DeepSpeed costs seconds a process, a test of a law milliseconds: one pool of rank processes per
 world size lives as long as the session. Process groups are made and destroyed around every call.

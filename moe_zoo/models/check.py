@@ -1,0 +1,73 @@
+"""A first look at a model's weights: does it know language at all?"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from moe_zoo.models.hub import load
+from moe_zoo.models.source import Source
+from moe_zoo.spec.errors import CheckpointError, MoeZooError
+from moe_zoo.spec.presets import preset_names
+
+# Ours, and in nobody's training data word by word: prose, then code.
+SAMPLE = """\
+The keeper of the zoo walks past the cages every morning before the visitors come. She counts the animals, looks whether
+each of them has eaten, and writes down what is new. On most days nothing is new, and that is good news.
+
+def count_animals(cages):
+    total = 0
+    for cage in cages:
+        total += len(cage.animals)
+    return total
+"""
+TRAINED = 0.9  # of the loss of guessing: a model below it has learnt something
+WORSE = 1.1  # above it weights and tokenizer, or weights and configuration, do not belong together
+
+
+class FirstLoss(NamedTuple):
+    """What ``check`` found, in nats per token."""
+
+    model: str
+    loss: float
+    guessing: float  # of a model that gives every token of its vocabulary the same probability
+    tokens: int
+
+    @property
+    def verdict(self) -> str:
+        """trained, untrained or wrong."""
+        share = self.loss / self.guessing
+        return "trained" if share < TRAINED else "untrained" if share <= WORSE else "wrong"
+
+
+@torch.no_grad()
+def first_loss(name: str, text: str | None = None, tokenizer: str | None = None) -> FirstLoss:
+    """Mean loss of a model on ``text``. Raises ``MoeZooError`` if there is no tokenizer to read it with."""
+    if name in preset_names():
+        raise MoeZooError(f"check: {name}; a preset has no weights to check; give a folder or a Hub id")
+    source = Source(name)
+    reader = read_tokenizer(tokenizer or str(source.folder))
+    model = load(name)
+    ids = torch.tensor([reader(text or SAMPLE)["input_ids"]])
+    vocab_size = model.model.architecture.vocab_size
+    if ids.max() >= vocab_size:
+        raise CheckpointError(
+            f"check: {name}; its tokenizer gives id {int(ids.max())}, the model has {vocab_size} rows; the tokenizer is "
+            f"another model's; give the right one with --tokenizer"
+        )
+    if ids.shape[1] < 2:
+        raise MoeZooError(f"check: the text is {ids.shape[1]} tokens; a loss needs at least two; give a longer one")
+    return FirstLoss(name, model(ids, labels=ids).loss.item(), math.log(vocab_size), ids.shape[1])
+
+
+def read_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub id. Raises ``CheckpointError`` if there is none."""
+    try:
+        reader = AutoTokenizer.from_pretrained(folder)
+        if reader(SAMPLE)["input_ids"]:  # of a folder without one, transformers may make a tokenizer that knows no word
+            return reader
+        reason = "it gives no ids"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+    raise CheckpointError(f"check: {folder}; no tokenizer can be read from it ({reason}); give one with --tokenizer")
