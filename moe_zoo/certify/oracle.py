@@ -15,8 +15,8 @@ from torch import Tensor
 from moe_zoo.certify.choice import choose
 from moe_zoo.certify.problem import BOS, Problem, leave_experts_idle, routers, step_rows
 from moe_zoo.layers.router import Routing, TopKRouter
-from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.models.init import initialize
+from moe_zoo.models.switch import Network, make_network
 from moe_zoo.ops import reference
 from moe_zoo.ops.documents import unpack_rows
 from moe_zoo.ops.noise import uniform_noise
@@ -38,14 +38,14 @@ class Seen(NamedTuple):
 def textbook_steps(problem: Problem, dtype: torch.dtype = torch.float32) -> list[Record]:
     """A record per step of the recipe."""
     recipe = problem.recipe
-    model = initialize(SparseDecoder(recipe.model).train(), recipe.train.seed)
+    model = initialize(make_network(recipe.model).train(), recipe.train.seed)
     leave_experts_idle(model, problem.num_idle)
     model.to(dtype)
     optimizer = _adamw(model, recipe)
     return [_step(recipe, model, optimizer, step) for step in range(recipe.train.steps)]
 
 
-def _step(recipe: Recipe, model: SparseDecoder, optimizer: torch.optim.AdamW, step: int) -> Record:
+def _step(recipe: Recipe, model: Network, optimizer: torch.optim.AdamW, step: int) -> Record:
     loss, record = _loss(recipe, model, *step_rows(recipe, step))
     optimizer.zero_grad()
     loss.backward()
@@ -66,7 +66,7 @@ def _step(recipe: Recipe, model: SparseDecoder, optimizer: torch.optim.AdamW, st
     return record
 
 
-def _adamw(model: SparseDecoder, recipe: Recipe) -> torch.optim.AdamW:
+def _adamw(model: Network, recipe: Recipe) -> torch.optim.AdamW:
     spec, named = recipe.optim, dict(model.named_parameters())
     vectors = [name for name, param in named.items() if param.ndim == 1 or name.endswith("bias")]  # an expert's too
     groups = [
@@ -76,10 +76,10 @@ def _adamw(model: SparseDecoder, recipe: Recipe) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
 
 
-def _loss(recipe: Recipe, model: SparseDecoder, tokens: Tensor, seeds: Tensor) -> tuple[Tensor, Record]:
-    rows = unpack_rows(tokens, BOS)
+def _loss(recipe: Recipe, model: Network, tokens: Tensor, seeds: Tensor) -> tuple[Tensor, Record]:
+    rows = unpack_rows(tokens, BOS, recipe.data.encoder_len)
     with _watched(model) as seen:
-        logits = model(rows.input_ids, rows.positions, rows.mask, seeds).logits
+        logits = model(rows.ids, rows.positions, rows.mask, seeds).logits
     token = F.cross_entropy(logits.flatten(0, 1), rows.targets.flatten(), ignore_index=-100)
     record = {"loss": {"": token.detach()}}
     if not seen:
@@ -93,8 +93,9 @@ def _loss(recipe: Recipe, model: SparseDecoder, tokens: Tensor, seeds: Tensor) -
 def _balance(recipe: Recipe, seen: list[Seen]) -> Tensor:
     train = recipe.train
     pools = {"sequence": train.global_batch, "micro_batch": train.micro_batches, "global_batch": 1}
-    probs, chosen = (torch.stack(values) for values in zip(*((s.probs_TE, s.chosen_NK) for s in seen), strict=True))
-    return reference.balance_loss(probs, chosen, pools[recipe.balance.scope])
+    # Layer by layer: those of an encoder and those of a decoder see different numbers of tokens.
+    num_pools = pools[recipe.balance.scope]
+    return torch.stack([reference.balance_loss(s.probs_TE[None], s.chosen_NK[None], num_pools) for s in seen]).mean()
 
 
 def _routing(recipe: Recipe, seen: list[Seen]) -> Record:
@@ -110,7 +111,7 @@ def _routing(recipe: Recipe, seen: list[Seen]) -> Record:
 
 
 @contextmanager
-def _watched(model: SparseDecoder) -> Iterator[list[Seen]]:
+def _watched(model: Network) -> Iterator[list[Seen]]:
     """What every router does, computed again from its input."""
     seen: list[Seen] = []
     hooks = [router.register_forward_hook(lambda *call: seen.append(_look(*call))) for router in routers(model)]
@@ -145,7 +146,7 @@ def _share_dropped(router: TopKRouter, routing: Routing, num_tokens: int) -> Ten
     return (routing.experts_TK == router.num_experts).double().mean()
 
 
-def _move_biases(model: SparseDecoder, counts: dict[str, Tensor], rate: float) -> None:
+def _move_biases(model: Network, counts: dict[str, Tensor], rate: float) -> None:
     """Up where an expert got less than the mean. Source: arXiv:2408.15664, algorithm 1."""
     for router, count in zip(routers(model), counts.values(), strict=True):
         count = count.to(router.selection_bias.dtype)

@@ -8,7 +8,6 @@ from torch import Tensor
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines import MicroBatch
 from moe_zoo.layers.router import TopKRouter
-from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.ops.documents import unpack_rows
 from moe_zoo.spec.layout import ParallelLayout, resolve_layout
 from moe_zoo.spec.recipe import Recipe
@@ -44,7 +43,8 @@ def own_rows(recipe: Recipe, mesh: Mesh, step: int) -> list[MicroBatch]:
     """This rank's part of a global batch: cut in micro-batches first, ranks second."""
     cut = (recipe.train.micro_batches, mesh.dp, -1)
     tokens, seeds = (rows.unflatten(0, cut)[:, mesh.dp_rank] for rows in step_rows(recipe, step))
-    return [MicroBatch(unpack_rows(rows, BOS), ids) for rows, ids in zip(tokens, seeds, strict=True)]
+    length = recipe.data.encoder_len
+    return [MicroBatch(unpack_rows(rows, BOS, length), ids) for rows, ids in zip(tokens, seeds, strict=True)]
 
 
 def routers(model: torch.nn.Module) -> list[TopKRouter]:
@@ -53,7 +53,7 @@ def routers(model: torch.nn.Module) -> list[TopKRouter]:
 
 
 @torch.no_grad()
-def leave_experts_idle(model: SparseDecoder | torch.nn.Module, num_idle: int) -> None:
+def leave_experts_idle(model: torch.nn.Module, num_idle: int) -> None:
     """Of u, -u, v, -v two logits are above those of the last experts, which are next to zero, and no two alike.
 
     Equal ones would get equal gradients, and later tie: then rounding would choose.

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from moe_zoo.certify.problem import num_pairs
-from moe_zoo.spec.architecture import AttentionSpec, LatentAttentionSpec, RouterSpec
+from moe_zoo.spec.architecture import AttentionSpec, LatentAttentionSpec, RelativeAttentionSpec, RouterSpec
 from moe_zoo.spec.engine import engine_name
 from moe_zoo.spec.recipe import Recipe
 
@@ -19,6 +19,7 @@ TINY: Changes = {
     "model.vocab_size": 32,
     "model.d_model": 16,
     "model.num_layers": LAYERS,
+    "model.encoder.num_layers": LAYERS // 2,
     "model.init_std": 0.3,  # so that no gradient is lost in rounding
     "model.feed_forward.d_ff": 24,
     "model.moe.experts.d_ff": 16,
@@ -27,7 +28,7 @@ TINY: Changes = {
 HEADS = 4
 SCALES = {"residual_scale": 0.7, "logit_divisor": 1.5}  # where there are any: no gradient is lost in rounding either
 LIMIT = 0.5  # where there is one: it cuts something off
-SEQ_LEN = 16
+SEQ_LEN, ENCODER_LEN = 16, 8  # the second where there is an encoder: half of the blocks, half of the row
 ROWS_PER_RANK = 4
 STEPS = 3
 AUX, Z, BIAS_RATE = 0.3, 0.01, 0.05  # where the recipe has one at all: large enough to be seen in a gradient
@@ -41,7 +42,8 @@ def tiny_twin(recipe: Recipe, ranks: int) -> Recipe:
     values |= {
         "name": f"{recipe.name}-twin",
         "init": None,
-        "data": {"path": "none", "tokenizer": "none", "seq_len": SEQ_LEN},
+        "data": {"path": "none", "tokenizer": "none", "seq_len": SEQ_LEN}
+        | ({"encoder_len": ENCODER_LEN} if recipe.model.encoder else {}),
         "train": {"steps": STEPS, "global_batch": ROWS_PER_RANK * ranks},
         "optim": {"lr": 1e-2, "eps": ADAM_EPS, "clip": CLIP, "schedule": "constant"}
         | {key: values["optim"][key] for key in ("betas", "weight_decay")},
@@ -94,10 +96,16 @@ def _sizes(recipe: Recipe, ranks: int) -> Changes:
     sparse["router.num_experts"] = _num_experts(moe.router, ranks)
     if moe.experts.limit is not None:
         sparse["experts.limit"] = LIMIT
+    encoder = recipe.model.encoder
+    for key, most in (("first_layer", 1), ("every", 2)):
+        if encoder is not None and (value := getattr(encoder, key)) is not None:
+            sizes[f"model.encoder.{key}"] = min(value, most)
     return sizes | {f"model.moe.{key}": value for key, value in sparse.items()}
 
 
-def _attention_sizes(spec: AttentionSpec | LatentAttentionSpec) -> dict[str, int]:
+def _attention_sizes(spec: AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec) -> dict[str, int]:
+    if isinstance(spec, RelativeAttentionSpec):
+        return {"num_heads": HEADS, "head_dim": 8, "buckets": 8, "max_distance": 6}
     if isinstance(spec, LatentAttentionSpec):
         sizes = {"num_heads": HEADS, "kv_rank": 6, "nope_dim": 4, "rope_dim": 4, "value_dim": 6}
         return sizes | ({"query_rank": 7} if spec.query_rank else {})

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from moe_zoo.comm.collectives import exchange, gather, sum_over
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.batch import MicroBatch, StepScale
-from moe_zoo.engines.objective import LossParts, Objective
+from moe_zoo.engines.objective import LossParts, Objective, noted_stats
 from moe_zoo.engines.pipeline import Pipeline, StageAdapter, StageCall
 from moe_zoo.layers.moe import MoELayer
 from moe_zoo.layers.router import RouterStats
@@ -105,7 +105,7 @@ class Engine(abc.ABC):
                 self._after_backward()
                 parts.append(part._replace(total=part.total.detach()))
                 if output.stats is not None:
-                    stats.append(RouterStats(*(value.detach().sum(1) for value in output.stats)))
+                    stats.append(noted_stats(output))
         return scale, parts, stats
 
     @torch.no_grad()
@@ -135,8 +135,9 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def _padded_to(self, num_tokens: int) -> Iterator[None]:
-        """Rows have so many tokens; what is behind them takes no expert's capacity."""
-        splits = [router.rows for router in self.routers if isinstance(router.rows, RowSplit)]
+        """Rows, or a decoder's part of them, have so many tokens; what is behind them takes no expert's capacity."""
+        first = self.recipe.model.num_encoder_layers
+        splits = [r.rows for r in self.routers if isinstance(r.rows, RowSplit) and r.layer >= first]
         for split in splits:
             split.num_tokens = num_tokens
         yield
@@ -232,12 +233,12 @@ class Engine(abc.ABC):
     @staticmethod
     def _call(module: nn.Module, micro: MicroBatch) -> DecoderOutput:
         rows = micro.rows
-        return module(0, rows.input_ids, rows.positions, rows.mask, micro.row_seeds)
+        return module(0, rows.ids, rows.positions, rows.mask, micro.row_seeds)
 
     def _scale(self, batch: list[MicroBatch]) -> StepScale:
         local = sum((micro.rows.targets != IGNORED).sum() for micro in batch)
-        rows, seq_len = batch[0].rows.input_ids.shape
-        global_rows = rows * len(batch) * self.mesh.dp
+        seq_len = batch[0].rows.seq_len
+        global_rows = len(batch[0].rows.targets) * len(batch) * self.mesh.dp
         num_targets = int(sum_over(local, self.mesh.stage_group)) // (self.mesh.cp * self.mesh.tp)
         if not num_targets:
             raise MoeZooError("data: a global batch without a single target; every document is empty; check the data")

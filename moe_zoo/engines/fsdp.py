@@ -104,8 +104,8 @@ class FSDPEngine(Engine):
             for block in stage.layers.values():
                 self._shard_slices(list(block.modules()), kinds, meshes, options)
                 fully_shard(block, mesh=meshes["stage"], **options)
-            ends = [module for module in (stage.embed, stage.head) if module is not None]
-            self._shard_slices(ends, kinds, meshes, options)
+            outside = [m for name, m in stage.named_modules() if not name.startswith("layers.")]
+            self._shard_slices(outside, kinds, meshes, options)
         self.whole = {"mesh": meshes["stage"], "mp_policy": policy, "reshard_after_forward": False}
         if self.mesh.pp == 1:
             self._shard_whole(self.module)

@@ -35,6 +35,21 @@ def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
+def as_whole_rows(sums: Tensor, shares: Tensor | None) -> Tensor:
+    """Sums (L, ...) over the tokens that a layer saw, as if it had seen as many as whole rows have.
+
+    The blocks of an encoder and of its decoder see different tokens; each layer's mean counts alike.
+    """
+    return sums if shares is None else sums / shares.to(sums.dtype).view(-1, *[1] * (sums.ndim - 1))
+
+
+def noted_stats(output: DecoderOutput) -> RouterStats:
+    """What is reported of a micro-batch, (L, ...): sums over its rows, counts as they were."""
+    stats = RouterStats(*(value.detach().sum(1) for value in output.stats))
+    whole = {name: as_whole_rows(getattr(stats, name), output.shares) for name in ("entropy_sums", "dropped")}
+    return stats._replace(**whole)
+
+
 class Objective:
     """Token loss plus routing losses of a recipe."""
 
@@ -78,19 +93,20 @@ class Objective:
         if output.stats is None:
             zero = output.logits.new_zeros((), dtype=torch.float32)
             return zero, zero, zero
-        z = z_loss(output.stats.z_sums, total_tokens=scale.total_tokens, num_layers=self.num_layers)
-        balance = self._balance(output.stats, scale, step_counts)
+        z_sums = as_whole_rows(output.stats.z_sums, output.shares)
+        z = z_loss(z_sums, total_tokens=scale.total_tokens, num_layers=self.num_layers)
+        balance = self._balance(output, scale, step_counts)
         added = self.aux_coefficient * balance + self.spec.z_coefficient * z
         return added, balance.detach(), z.detach()
 
-    def _balance(self, stats: RouterStats, scale: StepScale, step_counts: Tensor | None) -> Tensor:
+    def _balance(self, output: DecoderOutput, scale: StepScale, step_counts: Tensor | None) -> Tensor:
         pool = pool_tokens(self.spec.scope, scale.seq_len, scale.global_rows, scale.micro_batches)
-        counts = self.pooled_counts(stats.counts) if step_counts is None else step_counts
+        counts = self.pooled_counts(output.stats.counts) if step_counts is None else step_counts
         if step_counts is None and self.spec.scope == "global_batch" and scale.micro_batches > 1:
             pool //= scale.micro_batches  # no gradient is asked: report the mean over micro-batches
         return balance_loss(
-            stats.prob_sums,
-            counts,
+            as_whole_rows(output.stats.prob_sums, output.shares),
+            as_whole_rows(counts, output.shares),
             pool_tokens=pool,
             total_tokens=scale.total_tokens,
             slots_per_token=self.slots_per_token,

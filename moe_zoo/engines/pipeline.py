@@ -13,12 +13,12 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines.batch import MicroBatch, StepScale
-from moe_zoo.engines.objective import LossParts, Objective
+from moe_zoo.engines.objective import LossParts, Objective, noted_stats
 from moe_zoo.layers.router import RouterStats
 from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.parallel.build import RankStages
 from moe_zoo.parallel.context import RowSplit
-from moe_zoo.spec.recipe import Recipe
+from moe_zoo.spec.recipe import Recipe, row_parts
 
 StageCall = Callable[..., DecoderOutput]  # (stage index, hidden or ids, positions, mask, row seeds)
 
@@ -114,12 +114,13 @@ class Pipeline:
         self.step_counts = self._count(batch) if self.objective.needs_counting_pass(len(batch)) else {}
         self.scale, self.ledger = scale, []
         own = [self.split.own(micro.rows) for micro in batch]
-        input_ids, targets = (torch.cat([getattr(rows, name) for rows in own]) for name in ("input_ids", "targets"))
+        input_ids = [torch.cat(ids) for ids in zip(*(_tensors(rows.ids) for rows in own), strict=True)]
+        targets = torch.cat([rows.targets for rows in own])
         positions = torch.cat([micro.rows.positions for micro in batch])
         seeds = torch.cat([micro.row_seeds for micro in batch])
         losses: list[Tensor] = []
         self.schedule.step(
-            *([input_ids] if 0 in self.adapters else []),
+            *(input_ids if 0 in self.adapters else []),
             **({"target": targets, "losses": losses} if self.is_last else {}),
             positions=positions,
             row_seeds=seeds,
@@ -142,8 +143,7 @@ class Pipeline:
 
     def _with_losses(self, index: int, first: Tensor, output: DecoderOutput) -> Tensor:
         added, balance, z = self.objective.routing(output, self.scale, self.step_counts.get(index))
-        detached = RouterStats(*(value.detach().sum(1) for value in output.stats))
-        self.ledger.append((index, detached, LossParts(added.detach(), torch.zeros_like(z), balance, z)))
+        self.ledger.append((index, noted_stats(output), LossParts(added.detach(), torch.zeros_like(z), balance, z)))
         return _AttachLoss.apply(first, added * self.factor)
 
     def _parts(self, losses: list[Tensor]) -> list[LossParts]:
@@ -165,11 +165,11 @@ class Pipeline:
     def _schedule(self, splits_backward: bool, after_backward: Callable[[PipelineStage], None] | None):
         recipe, mesh = self.recipe, self.mesh
         rows = recipe.train.global_batch // recipe.train.micro_batches // mesh.dp
-        columns = recipe.data.seq_len // mesh.cp
-        ids = torch.empty(rows, columns, dtype=torch.int64, device=mesh.device)
+        columns = [length // mesh.cp for length in row_parts(recipe.data)]
+        ids = tuple(torch.empty(rows, n, dtype=torch.int64, device=mesh.device) for n in columns)
         # Static shapes: nothing need run to infer them.
         wire = self._wire(rows, columns)
-        logits = self._empty((rows, columns, recipe.model.vocab_size // mesh.tp))
+        logits = self._empty((rows, columns[-1], recipe.model.vocab_size // mesh.tp))
         # A separate weight pass writes .grad of weights that ZeRO-3 has freed: a no-op makes the input pass do both.
         whole = {} if splits_backward else {"dw_builder": lambda: lambda: None}
         built = [
@@ -195,8 +195,8 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, micro: MicroBatch) -> Tensor | None:
         """Rows through all stages, one after the other; logits on the ranks that hold the last one, else None."""
-        rows, x = micro.rows, (self.split.own(micro.rows).input_ids,)
-        wire, group = self._wire(*x[0].shape), self.mesh.pp_group
+        rows, x = micro.rows, _tensors(self.split.own(micro.rows).ids)
+        wire, group = self._wire(len(x[0]), [ids.shape[1] for ids in x]), self.mesh.pp_group
         for index in range(self.num_stages):
             if self.owner[index] != self.mesh.pp_rank:
                 continue
@@ -215,10 +215,13 @@ class Pipeline:
         dist.broadcast(value, group=self.mesh.pp_group, group_src=self.owner[self.num_stages - 1])
         return value
 
-    def _wire(self, rows: int, columns: int) -> tuple[Tensor, ...]:
-        """Examples of what crosses from stage to stage, for rows of which ``columns`` are on this rank and its peers."""
+    def _wire(self, rows: int, columns: list[int]) -> tuple[Tensor, ...]:
+        """Examples of what crosses from stage to stage, for rows of which ``columns`` are on this rank and its peers.
+
+        An encoder-decoder has columns of two kinds.
+        """
         some_stage = next(iter(self.adapters.values())).unregistered[1]
-        return tuple(map(self._empty, some_stage.wire_shapes(rows, columns // self.mesh.tp)))
+        return tuple(map(self._empty, some_stage.wire_shapes(rows, *(n // self.mesh.tp for n in columns))))
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.recipe.precision.compute]

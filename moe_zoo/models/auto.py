@@ -22,11 +22,13 @@ def register_config(module: ModuleType) -> None:
 
 
 def register_model(module: ModuleType) -> None:
-    """``AutoModelForCausalLM`` learns of ``MoeZooForCausalLM``."""
+    """``AutoModelForCausalLM`` learns of ``MoeZooForCausalLM``, ``AutoModelForSeq2SeqLM`` of its sister."""
     from moe_zoo.models.causal_lm import MoeZooForCausalLM
     from moe_zoo.models.config import MoeZooConfig
+    from moe_zoo.models.seq2seq_lm import MoeZooForSeq2SeqLM
 
     module.AutoModelForCausalLM.register(MoeZooConfig, MoeZooForCausalLM, exist_ok=True)
+    module.AutoModelForSeq2SeqLM.register(MoeZooConfig, MoeZooForSeq2SeqLM, exist_ok=True)
 
 
 def register_experts(module: ModuleType) -> None:

@@ -23,11 +23,14 @@ class MoeZooConfig(PretrainedConfig):
         if architecture is not None:
             spec = self.to_architecture()
             self.vocab_size, self.hidden_size = spec.vocab_size, spec.d_model
-            self.num_hidden_layers, self.head_dim = spec.num_layers, spec.attention.head_dim
+            # A cache has a layer for each block of the decoder.
+            self.num_hidden_layers = spec.num_layers - spec.num_encoder_layers
+            self.head_dim = spec.attention.head_dim
             self.num_attention_heads = spec.attention.num_heads
             self.num_key_value_heads = spec.attention.num_kv_heads
             self.num_experts = spec.num_experts
             kwargs["tie_word_embeddings"] = spec.tie_embeddings
+            kwargs["is_encoder_decoder"] = spec.encoder is not None
         super().__init__(**kwargs)
 
     def to_architecture(self) -> Architecture:

@@ -20,7 +20,7 @@ from moe_zoo.layers.norm import make_norm
 from moe_zoo.layers.router import RouterStats, TopKRouter
 from moe_zoo.ops.experts import Unit
 from moe_zoo.ops.rope import places_of
-from moe_zoo.spec.architecture import Architecture, FeedForwardSpec, LatentAttentionSpec
+from moe_zoo.spec.architecture import Architecture, FeedForwardSpec, LatentAttentionSpec, RelativeAttentionSpec
 
 
 class DecoderOutput(NamedTuple):
@@ -31,6 +31,7 @@ class DecoderOutput(NamedTuple):
 
     logits: Tensor
     stats: RouterStats | None
+    shares: Tensor | None = None  # (L,) of a row's tokens, those that each sparse layer sees; None: all of them
 
 
 class SparseDecoder(nn.Module):
@@ -127,9 +128,12 @@ def _times(scale: float, x: Tensor) -> Tensor:
 def init_std(name: str, arch: Architecture) -> float | None:
     """Standard deviation of a parameter's initial values; None for norms, which start as the identity, and biases.
 
-    Matrices that write to the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2, section 2.3).
+    Matrices that write to the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2, section 2.3), queries whose
+    scores are not scaled by 1 / sqrt(head_dim) (T5, arXiv:1910.10683).
     """
     if "norm" in name or name.endswith("bias"):
         return None
+    if isinstance(arch.attention, RelativeAttentionSpec) and name.endswith("attention.query.weight"):
+        return arch.init_std / math.sqrt(arch.attention.head_dim)
     writes_residual = name.endswith(("attention.out.weight", "down.weight", "w_down"))
     return arch.init_std / math.sqrt(2 * arch.num_layers) if writes_residual else arch.init_std

@@ -31,10 +31,15 @@ def generate_text(model: str | Path, prompt: str, *, num_tokens: int, temperatur
     ids = [network.config.bos_token_id, *tokenizer.encode(prompt, add_special_tokens=False)]
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    if network.config.is_encoder_decoder:  # trained to go on: the decoder begins with the last token of the prompt
+        sampling |= {"decoder_input_ids": torch.tensor([ids[-1:]]), "decoder_start_token_id": ids[-1]}
+        text, num_given = ids[:-1] or ids, 1
+    else:
+        text, num_given = ids, len(ids)
     out = network.generate(
-        torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        torch.tensor([text]),
+        attention_mask=torch.ones(1, len(text), dtype=torch.long),
         max_new_tokens=num_tokens,
         **sampling,
     )
-    return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+    return tokenizer.decode(out[0, num_given:], skip_special_tokens=True)

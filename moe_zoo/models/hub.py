@@ -12,6 +12,7 @@ from transformers.utils import logging
 from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.init import initialize
+from moe_zoo.models.seq2seq_lm import MoeZooForSeq2SeqLM, model_class
 from moe_zoo.models.source import Source
 from moe_zoo.models.upstream import load_upstream
 from moe_zoo.spec.accounting import weight_bytes
@@ -22,7 +23,7 @@ from moe_zoo.spec.presets import load_preset, preset_names
 
 def load(
     name: str | Path, *, seed: int = 0, dtype: torch.dtype | Literal["auto"] = torch.float32, **kwargs: Any
-) -> MoeZooForCausalLM:
+) -> MoeZooForCausalLM | MoeZooForSeq2SeqLM:
     """A model ready to generate: trained weights of a folder or Hub id, or a preset with fresh ones.
 
     ``dtype`` "auto" keeps what the files hold. ``kwargs`` go to ``from_pretrained`` of a model of ours. Raises
@@ -36,7 +37,7 @@ def load(
         return model.to(torch.float32 if dtype == "auto" else dtype).eval()
     source = Source(name)
     if source.family is None:
-        return MoeZooForCausalLM.from_pretrained(source.folder, dtype=dtype, **kwargs)
+        return model_class(source.architecture).from_pretrained(source.folder, dtype=dtype, **kwargs)
     return load_upstream(source, None if dtype == "auto" else dtype)
 
 
@@ -50,9 +51,9 @@ def _check_fits(name: str, architecture: Architecture) -> None:
         )
 
 
-def from_architecture(architecture: Architecture, **config: Any) -> MoeZooForCausalLM:
+def from_architecture(architecture: Architecture, **config: Any) -> MoeZooForCausalLM | MoeZooForSeq2SeqLM:
     """A model of this shape, weights still to be filled."""
-    return MoeZooForCausalLM(MoeZooConfig(architecture=architecture.to_dict(), **config))
+    return model_class(architecture)(MoeZooConfig(architecture=architecture.to_dict(), **config))
 
 
 @contextmanager

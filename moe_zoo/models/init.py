@@ -5,11 +5,12 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from moe_zoo.models.decoder import SparseDecoder, init_std
+from moe_zoo.models.decoder import init_std
+from moe_zoo.models.switch import Network
 from moe_zoo.spec.architecture import Architecture
 
 
-def initialize(model: SparseDecoder, seed: int) -> SparseDecoder:
+def initialize(model: Network, seed: int) -> Network:
     """Fill every parameter of a whole model in place."""
     for name, param in model.named_parameters():
         param.data.copy_(initial_values(model.architecture, name, param.shape, seed))

@@ -28,8 +28,7 @@ class UpstreamWeights:
         ``cut`` takes this rank's slice of each tensor, of each expert's where it is a stack: what is held at once is
         one tensor of a file and the slice.
         """
-        pattern, layer = pattern_of(name)
-        rules = self.rules[pattern]
+        rules, layer = rules_for(name, self.rules)
         if ".experts." not in name:
             return cut(self._joined(rules, layer))
         numbers = experts if experts is not None else range(self.num_experts)
@@ -83,8 +82,8 @@ def upstream_tensors(
     waiting: dict[str, list[tuple[int, Tensor]]] = {}
     sharers = Counter(rule.theirs for several in rules.values() for rule in several if rule.rows)
     for name, values in named:
-        pattern, layer = pattern_of(name)
-        for rule in rules[pattern]:
+        own, layer = rules_for(name, rules)
+        for rule in own:
             block = values.chunk(rule.blocks, dim=-1)[rule.block] if rule.blocks > 1 else values
             for theirs, entry in _entries(rule, layer, block):
                 if rule.rows is None:
@@ -111,6 +110,14 @@ def rules_by_parameter(family: Family, architecture: Architecture) -> dict[str, 
     for rule in family.rules_of(architecture):
         found.setdefault(rule.ours, []).append(rule)
     return {ours: sorted(rules, key=lambda rule: rule.block) for ours, rules in found.items()}
+
+
+def rules_for(name: str, rules: dict[str, list[Rule]]) -> tuple[list[Rule], int | None]:
+    """The rules of one parameter, and the number of its layer where they hold for any."""
+    if name in rules:
+        return rules[name], None
+    pattern, layer = pattern_of(name)
+    return rules[pattern], layer
 
 
 def pattern_of(name: str) -> tuple[str, int | None]:

@@ -15,6 +15,7 @@ MODULES = (  # in the order of who needs whom
     "moe_zoo.ops.experts",
     "moe_zoo.ops.rope",
     "moe_zoo.ops.attention",
+    "moe_zoo.ops.relative",
     "moe_zoo.layers.norm",
     "moe_zoo.layers.attention",
     "moe_zoo.layers.latent_attention",
@@ -25,9 +26,12 @@ MODULES = (  # in the order of who needs whom
     "moe_zoo.layers.dispatch.local",
     "moe_zoo.layers.moe",
     "moe_zoo.layers.block",
+    "moe_zoo.layers.relative",
     "moe_zoo.models.decoder",
+    "moe_zoo.models.switch",
     "moe_zoo.models.config",
     "moe_zoo.models.causal_lm",
+    "moe_zoo.models.seq2seq_lm",
 )
 HEADER = (
     '"""A moe-zoo model in one file, written by save_pretrained. Apache-2.0, https://github.com/moe-zoo/moe-zoo."""\n'

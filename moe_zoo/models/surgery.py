@@ -226,6 +226,8 @@ def _shares_weight(router: RouterSpec) -> bool:
 
 
 def _moe(model: SparseDecoder) -> MoESpec:
+    if model.architecture.encoder is not None:
+        raise MoeZooError("experts: the model has an encoder; surgery is done on decoders alone; give one")
     if model.architecture.moe is None:
         raise MoeZooError("experts: the model is dense; there is nothing to change; moe-zoo upcycle makes it sparse")
     return model.architecture.moe

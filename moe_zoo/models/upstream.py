@@ -9,14 +9,18 @@ from huggingface_hub import save_torch_state_dict
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import GenerationConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.config import MoeZooConfig
-from moe_zoo.models.decoder import SparseDecoder
-from moe_zoo.models.families import FAMILIES
+from moe_zoo.models.families import FAMILIES, Family
 from moe_zoo.models.mapping import upstream_tensors
+from moe_zoo.models.seq2seq_lm import MoeZooForSeq2SeqLM, model_class
 from moe_zoo.models.source import Source, difference
+from moe_zoo.models.switch import Network
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import CheckpointError, MoeZooError
 
@@ -33,14 +37,17 @@ TOKENIZER_FILES = (
 )
 
 
-def load_upstream(source: Source, dtype: torch.dtype | None = torch.float32) -> MoeZooForCausalLM:
+def load_upstream(source: Source, dtype: torch.dtype | None = torch.float32) -> MoeZooForCausalLM | MoeZooForSeq2SeqLM:
     """The model of a folder that another library wrote; ``dtype`` None keeps that of each tensor."""
     config, architecture = source.config, source.architecture
-    ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    ids = {name: getattr(config, name, None) for name in names}
     with torch.device("meta"):
-        model = MoeZooForCausalLM(MoeZooConfig(architecture=architecture.to_dict(), upstream=config.to_dict(), **ids))
+        kind = model_class(architecture)
+        model = kind(MoeZooConfig(architecture=architecture.to_dict(), upstream=config.to_dict(), **ids))
     _fill(model.model, source, dtype)
     model.tie_weights()
+    _check_copies(source)
     if left := [name for name in source.files.unused() if not _is_beyond(name, architecture)]:
         raise CheckpointError(
             f"{source.folder}: {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}; "
@@ -53,7 +60,7 @@ def load_upstream(source: Source, dtype: torch.dtype | None = torch.float32) -> 
 
 
 @torch.no_grad()
-def _fill(model: SparseDecoder, source: Source, dtype: torch.dtype | None) -> None:
+def _fill(model: Network, source: Source, dtype: torch.dtype | None) -> None:
     for path, module in model.named_modules():
         for name, param in list(module.named_parameters(recurse=False)):
             full = f"{path}.{name}".lstrip(".")
@@ -64,6 +71,16 @@ def _fill(model: SparseDecoder, source: Source, dtype: torch.dtype | None) -> No
         for name, buffer in list(module.named_buffers(recurse=False)):
             full = f"{path}.{name}".lstrip(".")
             module.register_buffer(name, _checked(source, full, buffer).to(buffer.dtype))
+
+
+def _check_copies(source: Source) -> None:
+    """Tensors that a folder holds twice must be the same."""
+    for copy, original in source.family.aliases(source.architecture).items():
+        if copy in source.files.file_of and not torch.equal(source.files.read(copy), source.files.read(original)):
+            raise CheckpointError(
+                f"{source.folder}: {copy}; it is not equal to {original}, and this family has but one of them; train "
+                f"the two as one, or load the model with transformers"
+            )
 
 
 def _checked(source: Source, name: str, meta: Tensor) -> Tensor:
@@ -83,6 +100,13 @@ def _is_beyond(name: str, architecture: Architecture) -> bool:
     return bool(match and int(match[1]) >= architecture.num_layers) or name.endswith("inv_freq") or tied
 
 
+def _copies(family: Family, architecture: Architecture, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Written where transformers would not make them itself: without tied embeddings it unties all of them."""
+    if architecture.tie_embeddings:
+        return {}
+    return {copy: tensors[original].clone() for copy, original in family.aliases(architecture).items()}
+
+
 def family_that_fits(architecture: Architecture) -> str | None:
     """The ``model_type`` under which transformers has a model of these very numbers; None: only we have it."""
     if architecture.moe and architecture.moe.router.eval_capacity_factor is not None:
@@ -97,7 +121,9 @@ def family_that_fits(architecture: Architecture) -> str | None:
     return None
 
 
-def with_decoder(model: MoeZooForCausalLM, decoder: SparseDecoder) -> MoeZooForCausalLM:
+def with_decoder(
+    model: MoeZooForCausalLM | MoeZooForSeq2SeqLM, decoder: Network
+) -> MoeZooForCausalLM | MoeZooForSeq2SeqLM:
     """``decoder`` dressed as ``model`` was: the same ids, tokenizer and settings, and the family that now fits."""
     config = model.config
     ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -107,23 +133,29 @@ def with_decoder(model: MoeZooForCausalLM, decoder: SparseDecoder) -> MoeZooForC
         kept = {key: value for key, value in (config.upstream or {}).items() if key in KEPT}
         upstream = {"model_type": model_type} | kept
     with torch.device("meta"):
-        made = MoeZooForCausalLM(MoeZooConfig(architecture=decoder.architecture.to_dict(), upstream=upstream, **ids))
+        kind = model_class(decoder.architecture)
+        made = kind(MoeZooConfig(architecture=decoder.architecture.to_dict(), upstream=upstream, **ids))
     made.model = decoder
     made.companions, made.generation_config = model.companions, model.generation_config
     return made.eval()
 
 
-def save_upstream(model: MoeZooForCausalLM, folder: Path, max_shard_size: str = "5GB", **_: object) -> None:
+def save_upstream(
+    model: MoeZooForCausalLM | MoeZooForSeq2SeqLM, folder: Path, max_shard_size: str = "5GB", **_: object
+) -> None:
     """Write what transformers, vLLM and SGLang load: the family's configuration and names, each expert by itself."""
     upstream = dict(model.config.upstream)
     family = FAMILIES[upstream["model_type"]]
     values = upstream | family.write(model.model.architecture)
     config = family.make_config({key: value for key, value in values.items() if key != "model_type"})
     if family.is_in_transformers:
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
+        is_seq2seq = model.model.architecture.encoder is not None
+        known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if is_seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        config.architectures = [known[family.model_type]]
     folder.mkdir(parents=True, exist_ok=True)
     named = [*model.model.named_parameters(), *model.model.named_buffers()]
     tensors = dict(upstream_tensors(family, model.model.architecture, ((n, values.detach()) for n, values in named)))
+    tensors |= _copies(family, model.model.architecture, tensors)
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
     config.save_pretrained(folder)
     if model.generation_config is not None:
@@ -131,7 +163,7 @@ def save_upstream(model: MoeZooForCausalLM, folder: Path, max_shard_size: str = 
     copy_companions(model, folder)
 
 
-def copy_companions(model: MoeZooForCausalLM, folder: Path) -> None:
+def copy_companions(model: MoeZooForCausalLM | MoeZooForSeq2SeqLM, folder: Path) -> None:
     """The tokenizer that the model was loaded with, file by file."""
     if model.companions is None or model.companions.resolve() == folder.resolve():
         return

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_zoo.comm.mesh import Mesh
-from moe_zoo.models.decoder import DecoderOutput, SparseDecoder
+from moe_zoo.models.decoder import DecoderOutput
 from moe_zoo.models.init import initial_values
 from moe_zoo.models.source import Source
+from moe_zoo.models.switch import Network, make_network
 from moe_zoo.parallel.context import split_rows
 from moe_zoo.parallel.experts import spread_experts
 from moe_zoo.parallel.placement import Cut, Placement, take
@@ -27,7 +28,7 @@ Fill = Callable[[str, Tensor], Tensor]  # (name, what stands there on the meta d
 class RankStages(nn.Module):
     """All pipeline stages of one rank: the one module that its engine owns. Without a pipeline: the model, stage 0."""
 
-    def __init__(self, stages: dict[int, SparseDecoder]):
+    def __init__(self, stages: dict[int, Network]):
         super().__init__()
         self.stages = nn.ModuleDict({str(index): stage for index, stage in stages.items()})
 
@@ -54,18 +55,18 @@ def build_model(recipe: Recipe, mesh: Mesh, seed: int, source: Source | None = N
     what it holds: one tensor of a file is in memory beside them.
     """
     architecture = recipe.model
-    cuts = cut_stages(architecture, mesh.layout.num_stages, recipe.data.seq_len)
+    cuts = cut_stages(architecture, mesh.layout.num_stages, recipe.data.seq_len, recipe.data.encoder_len or 0)
     stages, placements = {}, {}
     for index in mesh.layout.stages_of(mesh.pp_rank):
         with torch.device("meta"):
-            stages[index] = SparseDecoder(architecture, cuts[index])
+            stages[index] = make_network(architecture, cuts[index])
         placements |= split(stages[index], mesh, recipe.parallel)
         fill = _initial(architecture, placements, seed) if source is None else _stored(source, placements)
         materialize(stages[index], fill, mesh.device)
     return PlacedModel(RankStages(stages), placements)
 
 
-def split(model: SparseDecoder, mesh: Mesh, parallel: Parallel) -> dict[str, Placement]:
+def split(model: Network, mesh: Mesh, parallel: Parallel) -> dict[str, Placement]:
     """Edit a model on the meta device into this rank's share; the weights to fill in are described, not cut."""
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     slices = spread_experts(model, mesh) | split_tensors(model, mesh)
@@ -76,7 +77,7 @@ def split(model: SparseDecoder, mesh: Mesh, parallel: Parallel) -> dict[str, Pla
     }
 
 
-def _whole_name(name: str, model: SparseDecoder) -> str:
+def _whole_name(name: str, model: Network) -> str:
     """The head of a last stage whose embedding stands in the first is a copy of it."""
     is_copy = name == "head.weight" and model.architecture.tie_embeddings
     return "embed.weight" if is_copy else name

@@ -18,10 +18,12 @@ from moe_zoo.comm.collectives import gather, swap
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.layers.attention import GroupedQueryAttention
 from moe_zoo.layers.latent_attention import LatentAttention
+from moe_zoo.layers.relative import RelativeAttention, RelativeBias
 from moe_zoo.layers.router import TopKRouter
-from moe_zoo.models.decoder import SparseDecoder
+from moe_zoo.models.switch import Network
 from moe_zoo.ops.attention import attend
 from moe_zoo.ops.documents import PackedRows, document_mask
+from moe_zoo.ops.relative import attend_biased
 
 
 class RowSplit:
@@ -55,6 +57,14 @@ class RowSplit:
         columns = self.columns(num_local * self.mesh.cp * self.mesh.tp, device)
         return columns.chunk(self.mesh.tp)[self.mesh.tp_rank]
 
+    def pairs(self, num_local: int, num_heads: int, device: torch.device) -> tuple[Tensor, Tensor, slice]:
+        """(places of queries, places of keys, heads) that meet in this rank's attention; heads are of its tp part."""
+        whole = torch.arange(num_local * self.mesh.cp * self.mesh.tp, device=device)
+        if self.mesh.cp == 1 or not self.keeps_whole_mask:
+            return self.columns(len(whole), device), whole, slice(num_heads)
+        own = num_heads // self.mesh.cp
+        return whole, whole, slice(self.mesh.cp_rank * own, (self.mesh.cp_rank + 1) * own)
+
     def gathered(self, x_BS: Tensor) -> Tensor:
         """Of the whole rows, in row order, without padding. No gradient."""
         whole = gather(x_BS.detach(), 1, self.mesh.seq_group)
@@ -71,21 +81,29 @@ class RowSplit:
         return positions_BS[:, columns], mask
 
     def own(self, rows: PackedRows) -> PackedRows:
-        """This rank's columns of whole rows."""
+        """This rank's columns of whole rows; of an encoder's part and a decoder's, each by itself."""
         if self.mesh.cp == 1:
             return rows
+        encoder_ids = rows.encoder_ids
+        if encoder_ids is not None:
+            encoder_ids = encoder_ids[:, self.columns(encoder_ids.shape[1], encoder_ids.device)]
         columns = self.columns(rows.input_ids.shape[1], rows.input_ids.device)
-        return PackedRows(rows.input_ids[:, columns], rows.targets[:, columns], *self.own_view(rows.positions))
+        own = rows.input_ids[:, columns], rows.targets[:, columns]
+        return PackedRows(*own, *self.own_view(rows.positions), encoder_ids)
 
 
-def split_rows(model: SparseDecoder, mesh: Mesh, method: str) -> None:
+def split_rows(model: Network, mesh: Mesh, method: str) -> None:
     """Let routers and attention know that rows are split, in place."""
     split = RowSplit(mesh, method)
     for module in model.modules():
         if isinstance(module, TopKRouter) and mesh.cp * mesh.tp > 1:
-            module.rows = split
+            module.rows = RowSplit(mesh, method)  # one each: the rows of an encoder are never padded
         if isinstance(module, GroupedQueryAttention | LatentAttention) and mesh.cp > 1:
             module.attend = partial(gathered_attend if method == "gather" else ulysses_attend, split=split)
+        if isinstance(module, RelativeBias) and mesh.cp * mesh.tp > 1:
+            module.view = split
+        if isinstance(module, RelativeAttention) and mesh.cp > 1:
+            module.attend = partial(gathered_biased if method == "gather" else ulysses_biased, split=split)
 
 
 def gathered_attend(
@@ -131,3 +149,17 @@ def ulysses_attend(
     own_sinks = None if sinks_H is None else sinks_H.chunk(ranks)[split.mesh.cp_rank]
     reach = None if reach_BS is None else gather(reach_BS, 1, group)
     return swap(attend(*whole, mask, sinks_H=own_sinks, reach_BS=reach, **how), 2, 1, group)
+
+
+def gathered_biased(q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, bias: Tensor | None, *, split: RowSplit) -> Tensor:
+    """Own queries, keys of the whole row, in the order in which ``bias`` has them."""
+    keys_values = gather(torch.cat((k_BHSd, v_BHSd), dim=-1), 2, split.mesh.cp_group)
+    in_order = split.order(keys_values.shape[2], q_BHSd.device).argsort()
+    k_BHSd, v_BHSd = keys_values.index_select(2, in_order).split((k_BHSd.shape[-1], v_BHSd.shape[-1]), dim=-1)
+    return attend_biased(q_BHSd, k_BHSd, v_BHSd, bias)
+
+
+def ulysses_biased(q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, bias: Tensor | None, *, split: RowSplit) -> Tensor:
+    """Some heads of the whole row, those of ``bias``, in place of all heads of a part."""
+    whole = (swap(x, 1, 2, split.mesh.cp_group) for x in (q_BHSd, k_BHSd, v_BHSd))
+    return swap(attend_biased(*whole, bias), 2, 1, split.mesh.cp_group)

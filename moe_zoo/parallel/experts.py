@@ -4,7 +4,7 @@ from moe_zoo.comm.mesh import Mesh
 from moe_zoo.layers.dispatch import Dispatcher, make_dispatcher
 from moe_zoo.layers.experts import Experts
 from moe_zoo.layers.moe import MoELayer
-from moe_zoo.models.decoder import SparseDecoder
+from moe_zoo.models.switch import Network
 from moe_zoo.parallel.placement import Cut, Slices, run_margins
 
 
@@ -23,7 +23,7 @@ def expert_slices(path: str, experts: Experts, mesh: Mesh) -> Slices:
     return {f"{path}.{name}": ("ep", cut) for name, cut in cuts.items()}
 
 
-def spread_experts(model: SparseDecoder, mesh: Mesh) -> Slices:
+def spread_experts(model: Network, mesh: Mesh) -> Slices:
     """Route through the network, in place; what becomes of the weights is returned."""
     slices: Slices = {}
     for path, layer in model.named_modules():

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_zoo.layers.attention import GroupedQueryAttention
 from moe_zoo.layers.feed_forward import FeedForward
 from moe_zoo.layers.latent_attention import LatentAttention
+from moe_zoo.layers.relative import RelativeAttention
 from moe_zoo.parallel.build import RankStages
 
 
@@ -31,7 +32,7 @@ def recompute_blocks(module: RankStages, what: int | str) -> None:
 
 
 def _is_dense(module: nn.Module) -> bool:
-    return isinstance(module, GroupedQueryAttention | LatentAttention | FeedForward)
+    return isinstance(module, GroupedQueryAttention | LatentAttention | RelativeAttention | FeedForward)
 
 
 def _run_twice(module: nn.Module) -> None:

@@ -19,7 +19,8 @@ from moe_zoo.layers.attention import GroupedQueryAttention
 from moe_zoo.layers.feed_forward import FeedForward
 from moe_zoo.layers.latent_attention import LatentAttention
 from moe_zoo.layers.norm import AllHeadsNorm
-from moe_zoo.models.decoder import SparseDecoder
+from moe_zoo.layers.relative import PositionTables, RelativeAttention
+from moe_zoo.models.switch import Network, SparseEncoderDecoder
 from moe_zoo.ops.documents import IGNORED
 from moe_zoo.parallel.placement import Cut, Slices, run_margins
 
@@ -41,6 +42,12 @@ SLICED = {  # layer -> its parameters: dimension that is cut, kind
         "out.weight": (1, "tp"),
         "out.bias": (0, "tp"),
     },
+    RelativeAttention: {
+        "query.weight": (0, "tp"),
+        "key.weight": (0, "tp"),
+        "value.weight": (0, "tp"),
+        "out.weight": (1, "tp"),
+    },
     FeedForward: {
         "gate.weight": (0, "tp"),
         "gate.bias": (0, "tp"),
@@ -53,8 +60,10 @@ SLICED = {  # layer -> its parameters: dimension that is cut, kind
 LAST = {
     GroupedQueryAttention: "out",
     LatentAttention: "out",
+    RelativeAttention: "out",
     FeedForward: "down",
 }  # whose outputs are summed over ranks
+POSITION_TABLES = {"encoder": (1, "tp"), "decoder": (1, "tp")}
 NORMS_ALL_HEADS = {"query_norm.weight": (0, "tp"), "key_norm.weight": (0, "kv")}
 
 
@@ -65,14 +74,18 @@ class VocabularySlice(nn.Embedding):
         super().__init__(whole.num_embeddings // mesh.tp, whole.embedding_dim, device="meta")
         self.group, self.first = mesh.tp_group, mesh.tp_rank * self.num_embeddings
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """(rows, seq / cp) ids -> (rows, seq / (cp tp), d_model)."""
+    def forward(self, *ids: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """(rows, seq / cp) ids -> (rows, seq / (cp tp), d_model), of each."""
+        embedded = tuple(map(self._look_up, ids))
+        return embedded if len(ids) > 1 else embedded[0]
+
+    def _look_up(self, input_ids: Tensor) -> Tensor:
         local = input_ids - self.first
         is_here = (local >= 0) & (local < self.num_embeddings)
         return reduce_scatter(super().forward(local * is_here) * is_here[..., None], 1, self.group)
 
 
-def split_tensors(model: SparseDecoder, mesh: Mesh) -> Slices:
+def split_tensors(model: Network, mesh: Mesh) -> Slices:
     """Put the collectives around the layers, in place; what becomes of the weights is returned."""
     if mesh.tp == 1:
         return {}
@@ -85,8 +98,12 @@ def split_tensors(model: SparseDecoder, mesh: Mesh) -> Slices:
             _scatter_after(layer, mesh)
         if isinstance(layer, GroupedQueryAttention) and layer.norms_all_heads:
             slices |= _slices(path, NORMS_ALL_HEADS, _cuts(layer, mesh))
+        if isinstance(layer, PositionTables):
+            slices |= _slices(path, POSITION_TABLES, _cuts(layer, mesh))
         if isinstance(layer, AllHeadsNorm):
             layer.average = partial(mean, group=mesh.tp_group)
+    if isinstance(model, SparseEncoderDecoder):
+        model.heads_here //= mesh.tp
     vocabulary = Cut(0, mesh.tp, mesh.tp_rank)
     if model.head is not None:
         _gather_before(model.head, mesh)
@@ -123,7 +140,12 @@ def _add_own_run_of_bias(last: nn.Linear, mesh: Mesh) -> None:
 
 
 def _gather_before(layer: nn.Module, mesh: Mesh) -> None:
-    layer.register_forward_pre_hook(lambda _, inputs: (gather(inputs[0], 1, mesh.tp_group), *inputs[1:]))
+    def gathered(_, inputs):
+        # What a decoder reads of its encoder is split along the row as well.
+        num_rows = 2 if isinstance(layer, RelativeAttention) and inputs[1] is not None else 1
+        return (*(gather(x, 1, mesh.tp_group) for x in inputs[:num_rows]), *inputs[num_rows:])
+
+    layer.register_forward_pre_hook(gathered)
 
 
 def _scatter_after(layer: nn.Module, mesh: Mesh) -> None:

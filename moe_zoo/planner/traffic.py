@@ -10,10 +10,16 @@ number of times that ZeRO-3 gathers a weight depends on what its schedule still 
 from collections import Counter
 from collections.abc import Iterator
 
-from moe_zoo.spec.accounting import ffn_biases, ffn_matrices, latent_matrices, latent_vectors
-from moe_zoo.spec.architecture import Architecture, AttentionSpec, FeedForwardSpec, LatentAttentionSpec
+from moe_zoo.spec.accounting import ffn_biases, ffn_matrices, latent_matrices, latent_vectors, position_tables
+from moe_zoo.spec.architecture import (
+    Architecture,
+    AttentionSpec,
+    FeedForwardSpec,
+    LatentAttentionSpec,
+    RelativeAttentionSpec,
+)
 from moe_zoo.spec.layout import ParallelLayout
-from moe_zoo.spec.recipe import Recipe
+from moe_zoo.spec.recipe import Recipe, row_parts
 from moe_zoo.spec.stages import cut_stages
 
 Traffic = Counter[tuple[str, str]]  # (axis, or replicas of a kind, collective) -> bytes sent by a rank
@@ -22,7 +28,7 @@ ITEM_BYTES = {"fp32": 4, "bf16": 2}
 
 def step_traffic(recipe: Recipe, layout: ParallelLayout, engine: str, pp_rank: int = 0) -> Traffic:
     """What a rank of pipeline rank ``pp_rank`` sends in one optimizer step under ``engine``."""
-    cuts = cut_stages(recipe.model, layout.num_stages, recipe.data.seq_len)
+    cuts = cut_stages(recipe.model, layout.num_stages, recipe.data.seq_len, recipe.data.encoder_len or 0)
     blocks = [layer for stage in layout.stages_of(pp_rank) for layer in cuts[stage]]
     total = _weights(recipe, layout, engine, blocks)
     for _ in range(recipe.train.micro_batches):
@@ -38,7 +44,11 @@ def slice_sizes(architecture: Architecture, layout: ParallelLayout, layer: int) 
     """Elements of block ``layer`` on one rank, by the kind of their replica group."""
     D, spec, moe = architecture.d_model, architecture.attention_of(layer), architecture.moe
     norm = D if architecture.norm == "rmsnorm" else 2 * D
-    sizes = Counter({"stage": 2 * norm}) + _attention_sizes(spec, D, layout)
+    reads, extra = reads_encoder(architecture, layer), architecture.has_extra_ffn(layer)
+    sizes = Counter({"stage": (2 + reads + extra) * norm})
+    for _ in range(1 + reads):
+        sizes += _attention_sizes(spec, D, layout)
+    sizes["tp"] += extra * _ffn(architecture.feed_forward, D) // layout.tp
     if moe is None or not architecture.is_sparse(layer):
         sizes["tp"] += _ffn(architecture.feed_forward, D) // layout.tp
         return sizes
@@ -49,7 +59,16 @@ def slice_sizes(architecture: Architecture, layout: ParallelLayout, layer: int) 
     return sizes
 
 
-def _attention_sizes(spec: AttentionSpec | LatentAttentionSpec, D: int, layout: ParallelLayout) -> Counter[str]:
+def reads_encoder(architecture: Architecture, layer: int) -> bool:
+    """Whether block ``layer`` is of a decoder that attends to an encoder."""
+    return architecture.encoder is not None and layer >= architecture.num_encoder_layers
+
+
+def _attention_sizes(
+    spec: AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec, D: int, layout: ParallelLayout
+) -> Counter[str]:
+    if isinstance(spec, RelativeAttentionSpec):
+        return Counter({"tp": 4 * D * spec.num_heads * spec.head_dim // layout.tp})
     if isinstance(spec, LatentAttentionSpec):
         shared, heads = latent_matrices(D, spec)
         return Counter({"stage": shared + latent_vectors(spec), "tp": (heads + spec.bias * D) // layout.tp})
@@ -100,8 +119,10 @@ def _end_sizes(architecture: Architecture, layout: ParallelLayout, blocks: list[
     tied = architecture.tie_embeddings and layout.pp == 1
     norm = architecture.d_model if architecture.norm == "rmsnorm" else 2 * architecture.d_model
     bias = architecture.head_bias * architecture.vocab_size // layout.tp * is_last
-    ends = vocabulary * (0 in blocks) + vocabulary * (is_last and not tied)
-    return Counter({"tp": ends + bias, "stage": norm * is_last})
+    first = vocabulary + position_tables(architecture) // layout.tp
+    ends = first * (0 in blocks) + vocabulary * (is_last and not tied)
+    ends_encoder = architecture.num_encoder_layers - 1 in blocks
+    return Counter({"tp": ends + bias, "stage": norm * (is_last + ends_encoder)})
 
 
 def _gathers(recipe: Recipe, engine: str) -> tuple[int, int]:
@@ -129,11 +150,12 @@ def _activations(recipe: Recipe, layout: ParallelLayout, blocks: list[int]) -> T
             forward, backward = sent
             total[key[0], forward] += key[1] * (2 if again and repeats else 1)
             total[key[0], backward] += key[1]
-    tokens, share = _tokens(recipe, layout), (layout.tp - 1) / layout.tp
-    vector = tokens * recipe.model.d_model * ITEM_BYTES[recipe.precision.compute]
+    (*others, tokens), share = _tokens(recipe, layout), (layout.tp - 1) / layout.tp
+    width = recipe.model.d_model * ITEM_BYTES[recipe.precision.compute]
+    vector = tokens * width
     if 0 in blocks:  # the embedding's look-up is summed and split; its gradient comes together again
-        total["tp", "reduce_scatter"] += share * vector
-        total["tp", "all_gather"] += share * vector
+        total["tp", "reduce_scatter"] += share * (vector + sum(others) * width)
+        total["tp", "all_gather"] += share * (vector + sum(others) * width)
     if recipe.model.num_layers - 1 in blocks:  # the head, and two fp32 sums per token of the loss
         total["tp", "all_gather"] += share * (vector + 8 * tokens)
         total["tp", "reduce_scatter"] += share * (vector + 8 * tokens)
@@ -145,28 +167,40 @@ def _block_moves(
     recipe: Recipe, layout: ParallelLayout, layer: int
 ) -> Iterator[tuple[tuple[str, float], tuple[str, str], bool]]:
     """((axis, bytes), (collective forward, its adjoint), whether recompute of the block repeats it)."""
-    model, parallel = recipe.model, recipe.parallel
-    item, tokens = ITEM_BYTES[recipe.precision.compute], _tokens(recipe, layout)
-    tp, cp, spec = layout.tp, layout.cp, model.attention_of(layer)
+    model = recipe.model
+    item, parts = ITEM_BYTES[recipe.precision.compute], _tokens(recipe, layout)
+    tokens, tp = parts[0] if layer < model.num_encoder_layers else parts[-1], layout.tp
     is_sparse = model.is_sparse(layer)
     vector = (tp - 1) / tp * tokens * model.d_model * item
-    yield ("tp", vector), ("all_gather", "reduce_scatter"), True
-    yield ("tp", vector), ("reduce_scatter", "all_gather"), True
-    if not is_sparse or (model.moe and model.moe.shared):
+    yield from _attention_moves(recipe, layout, layer, tokens, tokens)
+    if reads_encoder(model, layer):
+        yield ("tp", (tp - 1) / tp * parts[0] * model.d_model * item), ("all_gather", "reduce_scatter"), True
+        yield from _attention_moves(recipe, layout, layer, tokens, parts[0])
+    dense = (not is_sparse) + bool(is_sparse and model.moe and model.moe.shared) + model.has_extra_ffn(layer)
+    for _ in range(dense):
         yield ("tp", vector), ("all_gather", "reduce_scatter"), True
         # torch stops a second forward when it has what backward asks for: before this last sum of a block
         yield ("tp", vector), ("reduce_scatter", "all_gather"), False
-    keys = max(spec.num_kv_heads // tp, 1)
-    if parallel.context == "gather":
-        both = tokens * cp * keys * (spec.head_dim + spec.value_width) * item
-        yield ("cp", (cp - 1) / cp * both), ("all_gather", "reduce_scatter"), True
-    else:
-        entries = (spec.num_heads // tp + max(keys, cp)) * (spec.head_dim + spec.value_width)
-        yield ("cp", (cp - 1) / cp * tokens * entries * item), ("all_to_all", "all_to_all"), True
     if is_sparse and model.moe:
         ranks = layout.ep * layout.etp
         rows = 2 * tokens // tp * model.moe.router.top_k * layout.etp  # there and back
         yield ("ep", (ranks - 1) / ranks * rows * model.d_model * item), ("all_to_all", "all_to_all"), True
+
+
+def _attention_moves(
+    recipe: Recipe, layout: ParallelLayout, layer: int, queries: int, keys: int
+) -> Iterator[tuple[tuple[str, float], tuple[str, str], bool]]:
+    """Of ``queries`` tokens that attend to ``keys`` tokens; what is gathered for the latter alone is not counted."""
+    item, spec, tp, cp = ITEM_BYTES[recipe.precision.compute], recipe.model.attention_of(layer), layout.tp, layout.cp
+    vector = (tp - 1) / tp * queries * recipe.model.d_model * item
+    yield ("tp", vector), ("all_gather", "reduce_scatter"), True
+    yield ("tp", vector), ("reduce_scatter", "all_gather"), True
+    key_heads, width = max(spec.num_kv_heads // tp, 1), (spec.head_dim + spec.value_width) * item
+    if recipe.parallel.context == "gather":
+        yield ("cp", (cp - 1) / cp * keys * cp * key_heads * width), ("all_gather", "reduce_scatter"), True
+    else:
+        entries = queries * (spec.num_heads // tp) + keys * max(key_heads, cp)
+        yield ("cp", (cp - 1) / cp * entries * width), ("all_to_all", "all_to_all"), True
 
 
 def _is_recomputed(recipe: Recipe, layer: int) -> bool:
@@ -181,14 +215,14 @@ def _between_stages(recipe: Recipe, layout: ParallelLayout, pp_rank: int) -> Tra
     for stage in layout.stages_of(pp_rank):
         sends += stage + 1 < layout.num_stages and owner[stage + 1] != pp_rank
         sends += stage > 0 and owner[stage - 1] != pp_rank
-    vector = _tokens(recipe, layout) // layout.tp * recipe.model.d_model * ITEM_BYTES[recipe.precision.compute]
-    return Counter({("pp", "send"): sends * vector})
+    entries = sum(_tokens(recipe, layout)) * recipe.model.d_model + position_tables(recipe.model)
+    return Counter({("pp", "send"): sends * entries // layout.tp * ITEM_BYTES[recipe.precision.compute]})
 
 
-def _tokens(recipe: Recipe, layout: ParallelLayout) -> int:
-    """Tokens of a micro-batch that a rank and its tp peers have."""
+def _tokens(recipe: Recipe, layout: ParallelLayout) -> tuple[int, ...]:
+    """Tokens of a micro-batch that a rank and its tp peers have; of an encoder-decoder in each half."""
     rows = recipe.train.global_batch // recipe.train.micro_batches // layout.dp
-    return rows * recipe.data.seq_len // layout.cp
+    return tuple(rows * length // layout.cp for length in row_parts(recipe.data))
 
 
 def _ffn(spec: FeedForwardSpec, d_model: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from moe_zoo.spec.errors import RecipeError, did_you_mean
 
+SCALES = ("embedding_scale", "residual_scale", "logit_divisor")
 STRICT = {"extra": "forbid"}  # read by pydantic when a recipe holds these classes
 
 
@@ -162,6 +163,68 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RelativeAttentionSpec:
+    """Attention of an encoder-decoder: every head has keys of its own, and a learned bias for each bucket of distances.
+
+    Scores are not scaled: initial queries are narrower by sqrt(head_dim) instead. Source: T5, arXiv:1910.10683,
+    section 2.1.
+    """
+
+    num_heads: int
+    head_dim: int
+    buckets: int = 32  # of distances between a query and a key; half of them exact, the others ever wider
+    max_distance: int = 128  # from here on all are alike
+
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_heads", "head_dim")
+        if self.buckets < 4 or self.buckets % 2:  # an encoder gives half of them to each direction
+            raise RecipeError(f"attention.buckets: {self.buckets}; must be even and at least 4; T5 uses 32")
+        if self.max_distance <= self.buckets // 2:
+            raise RecipeError(
+                f"attention.max_distance: {self.max_distance}; must be above buckets / 2 = {self.buckets // 2}, up to "
+                f"which distances have buckets of their own; T5 uses 128"
+            )
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Every head has keys of its own."""
+        return self.num_heads
+
+    @property
+    def has_out_bias(self) -> bool:
+        """It has no biases but those of distances."""
+        return False
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSpec:
+    """The encoder of an encoder-decoder: blocks that see all of their text, read by every block behind them."""
+
+    num_layers: int
+    first_layer: int | None = None  # first sparse layer; null: as model.moe says of the decoder
+    every: int | None = None  # the same for the stride
+    # Of both halves: a dense feed-forward with a norm of its own behind each sparse one (ST-MoE, arXiv:2202.08906).
+    extra_ffn: bool = False
+
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_layers")
+        if (self.first_layer is not None and self.first_layer < 0) or (self.every is not None and self.every < 1):
+            raise RecipeError(
+                f"encoder: first_layer {self.first_layer}, every {self.every}; layers count from 0, and a stride is at "
+                f"least 1; raise it, or write null for what model.moe says"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class FeedForwardSpec:
     """One FFN, dense or one expert: ``activation(x W_up) W_down``, or gated, ``(act(x W_gate) * x W_up) W_down``."""
 
@@ -308,12 +371,14 @@ class Architecture:
     """A decoder of ``num_layers`` blocks; block i is sparse where ``is_sparse(i)``.
 
     Blocks may have one of two kinds of attention (``attention_of``); a hybrid's linear attention would be one of them.
+    With an ``encoder`` its blocks are the first ``encoder.num_layers`` of the ``num_layers``, the decoder's the others.
+    ``moe.first_layer`` and ``moe.every`` count in each half by itself, ``moe.dense_layers`` through both.
     """
 
     vocab_size: int
     d_model: int
     num_layers: int
-    attention: AttentionSpec | LatentAttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec
     feed_forward: FeedForwardSpec  # of the dense layers
     moe: MoESpec | None = None
     local_attention: AttentionSpec | None = None  # of the blocks ``local_layers``
@@ -326,6 +391,7 @@ class Architecture:
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     init_std: float = 0.02  # of every matrix; those that write to the residual stream get init_std / sqrt(2 layers)
+    encoder: EncoderSpec | None = None  # null: decoder-only
 
     __pydantic_config__ = STRICT
 
@@ -334,11 +400,43 @@ class Architecture:
         _positive(self, "embedding_scale", "residual_scale", "logit_divisor")
         _one_of(self, "norm", ("rmsnorm", "layernorm"))
         self._check_local_layers()
+        self._check_encoder()
         if self.moe and not self.sparse_layers:
             raise RecipeError(
                 f"moe.first_layer: {self.moe.first_layer}; the model has layers 0 to {self.num_layers - 1}; "
                 f"lower it, or set moe to null"
             )
+
+    def _check_encoder(self) -> None:
+        encoder, is_relative = self.encoder, isinstance(self.attention, RelativeAttentionSpec)
+        if is_relative != (encoder is not None):
+            remedy = "describe model.encoder" if is_relative else "give it num_heads, head_dim, buckets, max_distance"
+            raise RecipeError(
+                f"model.attention: {type(self.attention).__name__}; an encoder-decoder has relative positions, a decoder "
+                f"rotary ones; {remedy}, or set model.encoder to null"
+            )
+        if encoder is not None and encoder.num_layers >= self.num_layers:
+            raise RecipeError(
+                f"model.encoder.num_layers: {encoder.num_layers}; model.num_layers = {self.num_layers} counts both "
+                f"halves; lower it, or raise that"
+            )
+        plain = {name: getattr(self, name) for name in ("local_attention", "head_bias", *SCALES)}
+        for name, value in plain.items() if encoder is not None else ():
+            if value not in (None, False, 1.0):
+                raise RecipeError(f"model.{name}: {value}; an encoder-decoder has none; drop it, or model.encoder")
+        if encoder is not None and self.experts_choose:
+            raise RecipeError(
+                "router.choice: expert; an encoder-decoder takes the paper's choice alone, that of tokens; set it to token"
+            )
+
+    @property
+    def num_encoder_layers(self) -> int:
+        """Blocks of the encoder, which come first; 0 in a decoder-only model."""
+        return self.encoder.num_layers if self.encoder else 0
+
+    def has_extra_ffn(self, layer: int) -> bool:
+        """Whether a dense feed-forward stands behind the experts of block ``layer``."""
+        return self.encoder is not None and self.encoder.extra_ffn and self.is_sparse(layer)
 
     def _check_local_layers(self) -> None:
         if (self.local_attention is None) != (not self.local_layers):
@@ -351,12 +449,12 @@ class Architecture:
                 f"model.local_layers: {beyond[0]}; the model has layers 0 to {self.num_layers - 1}; drop it"
             )
 
-    def attention_of(self, layer: int) -> AttentionSpec | LatentAttentionSpec:
+    def attention_of(self, layer: int) -> AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec:
         """The attention of block ``layer``."""
         return self.local_attention if self.local_attention and layer in self.local_layers else self.attention
 
     @property
-    def attentions(self) -> dict[str, AttentionSpec | LatentAttentionSpec]:
+    def attentions(self) -> dict[str, AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec]:
         """The kinds that blocks have, by the key that holds them."""
         kinds = {"attention": self.attention, "local_attention": self.local_attention}
         return {key: spec for key, spec in kinds.items() if spec is not None}
@@ -369,10 +467,16 @@ class Architecture:
 
     def is_sparse(self, layer: int) -> bool:
         """Whether block ``layer`` (from 0) has experts."""
-        moe = self.moe
-        if moe is None or layer < moe.first_layer or layer in moe.dense_layers:
+        moe, encoder = self.moe, self.encoder
+        if moe is None or layer in moe.dense_layers:
             return False
-        return (layer - moe.first_layer) % moe.every == 0
+        first, every = moe.first_layer, moe.every
+        if encoder is not None and layer < encoder.num_layers:
+            first = first if encoder.first_layer is None else encoder.first_layer
+            every = every if encoder.every is None else encoder.every
+        elif encoder is not None:
+            layer -= encoder.num_layers
+        return layer >= first and (layer - first) % every == 0
 
     @property
     def sparse_layers(self) -> list[int]:
@@ -420,10 +524,15 @@ def _build(cls: type, values: dict[str, Any], where: str) -> Any:
 
 
 def _nested(kind: Any, values: Any) -> type | None:
-    """The dataclass that a value is of: of several, the one that has the most of its keys."""
+    """The dataclass that a value is of: of several, the one that has the most of its keys, and lacks the fewest."""
     classes = [k for k in (kind, *typing.get_args(kind)) if isinstance(k, type) and dataclasses.is_dataclass(k)]
-    keys = values.keys() if isinstance(values, dict) else ()
-    return max(classes, key=lambda k: len(typing.get_type_hints(k).keys() & set(keys)), default=None)
+    keys = set(values) if isinstance(values, dict) else set()
+
+    def fit(cls: type) -> tuple[int, int]:
+        needed = {field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING}
+        return len(typing.get_type_hints(cls).keys() & keys), -len(needed - keys)
+
+    return max(classes, key=fit, default=None)
 
 
 def _positive(spec: Any, *names: str) -> None:

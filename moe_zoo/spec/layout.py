@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_zoo.spec.errors import PlanError
-from moe_zoo.spec.recipe import Recipe
+from moe_zoo.spec.recipe import Recipe, row_parts
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
@@ -169,11 +169,11 @@ def _key_head_problems(recipe: Recipe, factor: str, size: int, name: str, kv: in
 
 def _cut_dimensions(recipe: Recipe, factor: str, degree: int) -> Iterator[tuple[int, str, int]]:
     """(multiple, what is cut, its size): ``multiple`` times the ``degree`` of ``factor`` must divide the size."""
-    model, asked, seq_len = recipe.model, recipe.parallel, recipe.data.seq_len
+    model, asked, lengths = recipe.model, recipe.parallel, _lengths(recipe)
     if factor == "tp":
         yield from ((1, f"model.{key}.num_heads", spec.num_heads) for key, spec in model.attentions.items())
         yield 1, "model.vocab_size", model.vocab_size
-        yield 1, "data.seq_len", seq_len
+        yield from ((1, name, length) for name, length in lengths)
         if len(model.sparse_layers) < model.num_layers:
             yield 1, "model.feed_forward.d_ff", model.feed_forward.d_ff
         if model.moe and model.moe.shared:
@@ -181,14 +181,20 @@ def _cut_dimensions(recipe: Recipe, factor: str, degree: int) -> Iterator[tuple[
         if model.has_output_biases:
             yield 1, "model.d_model", model.d_model
     if factor == "cp" and asked.context == "ulysses":
-        yield asked.tp, "data.seq_len", seq_len
+        yield from ((asked.tp, name, length) for name, length in lengths)
         yield from ((asked.tp, f"model.{key}.num_heads", spec.num_heads) for key, spec in model.attentions.items())
     elif factor == "cp" and degree > 1:  # ranks hold two chunks each, so that causal work is even
-        yield 2 * asked.tp, "data.seq_len", seq_len
+        yield from ((2 * asked.tp, name, length) for name, length in lengths)
     if factor == "etp" and model.moe:
         yield 1, "model.moe.experts.d_ff", model.moe.experts.d_ff
         if model.moe.experts.bias:
             yield 1, "model.d_model", model.d_model
+
+
+def _lengths(recipe: Recipe) -> list[tuple[str, int]]:
+    """What of a row is cut by itself."""
+    names = ("data.seq_len",) if recipe.data.encoder_len is None else ("data.encoder_len", "data.seq_len - encoder_len")
+    return list(zip(names, row_parts(recipe.data), strict=True))
 
 
 def _auto_ep(recipe: Recipe, pod: int, ranks_per_node: int) -> int:

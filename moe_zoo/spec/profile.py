@@ -9,7 +9,14 @@ from moe_zoo.spec.accounting import (
     training_flops_per_token,
     weight_bytes,
 )
-from moe_zoo.spec.architecture import Architecture, AttentionSpec, FeedForwardSpec, LatentAttentionSpec, RouterSpec
+from moe_zoo.spec.architecture import (
+    Architecture,
+    AttentionSpec,
+    FeedForwardSpec,
+    LatentAttentionSpec,
+    RelativeAttentionSpec,
+    RouterSpec,
+)
 
 SEQ_LEN = 4096  # of the FLOPs in tables
 WORLDS = (1, 8, 64, 512)
@@ -29,7 +36,7 @@ class Profile(NamedTuple):
     sparse_layers: int
     experts: int
     top_k: int
-    forward_flops: int  # of one token, in a row of SEQ_LEN
+    forward_flops: int  # of one token, in a row of SEQ_LEN, of which an encoder reads half
     training_flops: int
     load_bytes: dict[str, int]  # by dtype
     training_bytes: dict[int, dict[int, int]]  # of one rank: ZeRO stage -> ranks -> bytes
@@ -38,6 +45,7 @@ class Profile(NamedTuple):
 def profile(architecture: Architecture) -> Profile:
     """The numbers of ``architecture``."""
     counts, router = parameters(architecture), architecture.moe.router if architecture.moe else None
+    row = (SEQ_LEN, SEQ_LEN // 2 if architecture.encoder else 0)
     return Profile(
         total=counts.total,
         active=num_active_parameters(architecture),
@@ -46,8 +54,8 @@ def profile(architecture: Architecture) -> Profile:
         sparse_layers=len(architecture.sparse_layers),
         experts=architecture.num_experts,
         top_k=router.top_k if router else 0,
-        forward_flops=forward_flops_per_token(architecture, SEQ_LEN),
-        training_flops=training_flops_per_token(architecture, SEQ_LEN),
+        forward_flops=forward_flops_per_token(architecture, *row),
+        training_flops=training_flops_per_token(architecture, *row),
         load_bytes={"bf16": weight_bytes(architecture, 2), "fp32": weight_bytes(architecture, 4)},
         training_bytes={
             stage: {world: counts.total * own + -(-counts.total * shared // world) for world in WORLDS}
@@ -60,7 +68,7 @@ def shape_rows(architecture: Architecture) -> list[tuple[str, str]]:
     """(what, how) of a table for people."""
     arch, moe = architecture, architecture.moe
     rows = [
-        ("layers", str(arch.num_layers)),
+        ("layers", _layers_text(arch)),
         ("width", f"{arch.d_model:,}"),
         ("vocabulary", f"{arch.vocab_size:,}{', embedding and head tied' if arch.tie_embeddings else ''}"),
         *_attention_rows(arch),
@@ -83,6 +91,12 @@ def shape_rows(architecture: Architecture) -> list[tuple[str, str]]:
     ]
 
 
+def _layers_text(arch: Architecture) -> str:
+    if arch.encoder is None:
+        return str(arch.num_layers)
+    return f"{arch.num_encoder_layers} of an encoder, {arch.num_layers - arch.num_encoder_layers} of a decoder"
+
+
 def _attention_rows(arch: Architecture) -> list[tuple[str, str]]:
     if arch.local_attention is None:
         return [("attention", attention_text(arch.attention))]
@@ -93,8 +107,12 @@ def _attention_rows(arch: Architecture) -> list[tuple[str, str]]:
     ]
 
 
-def attention_text(spec: AttentionSpec | LatentAttentionSpec) -> str:
+def attention_text(spec: AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec) -> str:
     """One line on a layer's attention."""
+    if isinstance(spec, RelativeAttentionSpec):
+        return (
+            f"{spec.num_heads} heads of {spec.head_dim}; {spec.buckets} buckets of distances up to {spec.max_distance}"
+        )
     if isinstance(spec, LatentAttentionSpec):
         ranks = f"keys and values from {spec.kv_rank}" + (
             f", queries from {spec.query_rank}" if spec.query_rank else ""

@@ -37,8 +37,14 @@ class Data(Section):
     source: Text = "stdlib"  # the text they are made of: Python's own library, or a folder of text files
     tokenizer: Text  # folder
     seq_len: Count
+    encoder_len: Count | None = None  # of a row's seq_len tokens, those that an encoder reads; the decoder goes on
     heldout_percent: Annotated[int, Field(ge=1, le=50)] = 5  # of the files, for validation; read by moe-zoo prepare
     cache: Text | None = None  # folder for blocks of a remote path, shared by the ranks of a node
+
+
+def row_parts(data: Data) -> tuple[int, ...]:
+    """Tokens of a row that go each their own way: all of them, or an encoder's and the decoder's."""
+    return (data.seq_len,) if data.encoder_len is None else (data.encoder_len, data.seq_len - data.encoder_len)
 
 
 class Train(Section):
@@ -166,6 +172,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> "Recipe":
         _check_batch(self.train)
+        _check_encoder(self.data, self.model)
         _check_schedule(self.optim, self.train.steps)
         _check_balance(self.balance, self.model)
         _check_dispatch(self.parallel.dispatch, self.model)
@@ -179,6 +186,19 @@ def _check_batch(train: Train) -> None:
         raise RecipeError(
             f"train.global_batch: {train.global_batch}; must be a multiple of train.micro_batches = "
             f"{train.micro_batches}; try {fits}"
+        )
+
+
+def _check_encoder(data: Data, model: Architecture) -> None:
+    length = data.encoder_len
+    if model.encoder is None and length is not None:
+        raise RecipeError(
+            f"data.encoder_len: {length}; the model has no encoder to read them; drop it, or describe model.encoder"
+        )
+    if model.encoder is not None and (length is None or length >= data.seq_len):
+        raise RecipeError(
+            f"data.encoder_len: {'missing' if length is None else length}; the encoder reads so many of data.seq_len = "
+            f"{data.seq_len} tokens, the decoder the others; try {data.seq_len // 2}"
         )
 
 

@@ -4,13 +4,14 @@ from moe_zoo.spec.accounting import block_flops_per_token, head_flops_per_token
 from moe_zoo.spec.architecture import Architecture
 
 
-def cut_stages(architecture: Architecture, num_stages: int, seq_len: int) -> list[range]:
+def cut_stages(architecture: Architecture, num_stages: int, seq_len: int, encoder_len: int = 0) -> list[range]:
     """The blocks of each stage, at least one: the cut whose most expensive stage is cheapest, the head counted.
 
     The embedding's look-up costs nothing; a stage with the head holds fewer blocks for it.
     """
-    costs = [block_flops_per_token(architecture, layer, seq_len) for layer in range(architecture.num_layers)]
-    costs[-1] += head_flops_per_token(architecture)
+    layers = range(architecture.num_layers)
+    costs = [block_flops_per_token(architecture, layer, seq_len, encoder_len) for layer in layers]
+    costs[-1] += head_flops_per_token(architecture, seq_len, encoder_len)
     assert num_stages <= len(costs)
     # best[n][i]: (cost of the dearest of n stages over the first i blocks, where the last of them begins)
     best = [[(sum(costs[:i]), 0) for i in range(len(costs) + 1)]]

@@ -89,7 +89,9 @@ def summary(contender: Contender) -> dict[str, Any]:
         "name": recipe.name,
         "parameters": num_parameters(recipe.model),
         "active_parameters": num_active_parameters(recipe.model),
-        "training_flops_per_token": training_flops_per_token(recipe.model, recipe.data.seq_len),
+        "training_flops_per_token": training_flops_per_token(
+            recipe.model, recipe.data.seq_len, recipe.data.encoder_len or 0
+        ),
         "tokens": num_tokens(recipe),
         "valid_loss_per_seed": losses,
         "valid_loss": statistics.mean(losses),

@@ -36,6 +36,7 @@ class Feed:
         )
         self.seed, self.step = train.seed, step
         self.path, self.global_batch = recipe.data.path, train.global_batch
+        self.encoder_len = recipe.data.encoder_len
         self._check(recipe)
         self.tokenizer = load_tokenizer(recipe.data.tokenizer)
         self._check_tokenizer(recipe)
@@ -60,7 +61,7 @@ class Feed:
         self.stream.close()
 
     def _unpack(self, tokens: np.ndarray):
-        return unpack_rows(torch.from_numpy(tokens).to(self.device), self.stream.bos_id)
+        return unpack_rows(torch.from_numpy(tokens).to(self.device), self.stream.bos_id, self.encoder_len)
 
     def _check(self, recipe: Recipe) -> None:
         path, wanted = recipe.data.path, recipe.data.seq_len
@@ -90,7 +91,8 @@ class Validation:
 
     def __init__(self, recipe: Recipe, mesh: Mesh, bos_id: int, token_bytes: np.ndarray):
         rows = valid_rows(recipe.data.path, limit=recipe.train.eval_rows)
-        targets = rows[:, 1:]
+        self.encoder_len = recipe.data.encoder_len
+        targets = rows[:, (self.encoder_len or 0) + 1 :]
         self.num_bytes = int(token_bytes[targets[targets != bos_id]].sum())
         self.mesh, self.bos_id = mesh, bos_id
         self.rows_per_forward = recipe.train.global_batch // recipe.train.micro_batches // mesh.dp
@@ -105,6 +107,6 @@ class Validation:
 
     def measure(self, engine: Engine) -> dict[str, float]:
         """Validation loss in nats per token and in bits per byte of text."""
-        sums = [engine.evaluate(unpack_rows(rows, self.bos_id)) for rows in self]
+        sums = [engine.evaluate(unpack_rows(rows, self.bos_id, self.encoder_len)) for rows in self]
         nats, targets = (sum(values) for values in zip(*sums, strict=True))
         return {"valid/loss": nats / targets, "valid/bits_per_byte": nats / math.log(2) / self.num_bytes}

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moe_zoo.engines import Engine
 from moe_zoo.ops.documents import IGNORED, PackedRows
+from moe_zoo.spec.recipe import row_parts
 
 
 @torch.no_grad()
@@ -14,17 +15,23 @@ def sample(
 ) -> list[int]:
     """Continue ``prompt`` (token ids) by up to ``num_tokens``. Collective; no cache: it is a look, not a service.
 
-    ``vocab_size`` is the tokenizer's: a model may have more rows, which stand for no text.
+    ``vocab_size`` is the tokenizer's: a model may have more rows, which stand for no text. An encoder-decoder reads the
+    prompt as it does in training, ``encoder_len`` tokens of it, filled up in front with its first one; the decoder
+    begins with its last.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    window = engine.recipe.data.seq_len
+    tokens, device, data = list(prompt), engine.mesh.device, engine.recipe.data
+    window, encoder_ids, num_before = row_parts(data)[-1], None, 0
+    if data.encoder_len is not None:
+        num_before = len(prompt) - 1
+        text = [prompt[0]] * data.encoder_len + tokens[:num_before]
+        encoder_ids = torch.tensor([text[-data.encoder_len :]], device=device)
     engine.module.eval()
     for _ in range(num_tokens):
-        input_ids = torch.tensor([tokens[-window:]], device=engine.mesh.device)
-        logits = engine.next_token_logits(_rows(input_ids))[:vocab_size]
+        input_ids = torch.tensor([tokens[num_before:][-window:]], device=device)
+        logits = engine.next_token_logits(_rows(input_ids, encoder_ids))[:vocab_size]
         probs = (logits.float().cpu() / temperature).softmax(-1)
-        drawn = torch.multinomial(probs, 1, generator=generator).to(engine.mesh.device)
+        drawn = torch.multinomial(probs, 1, generator=generator).to(device)
         # Equal rows at other places of a product differ in their last bits: a rank could draw another token, see the
         # end earlier, and leave the others waiting.
         dist.broadcast(drawn, src=0)
@@ -34,6 +41,6 @@ def sample(
     return tokens[len(prompt) :]
 
 
-def _rows(input_ids: Tensor) -> PackedRows:
+def _rows(input_ids: Tensor, encoder_ids: Tensor | None = None) -> PackedRows:
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-    return PackedRows(input_ids, torch.full_like(input_ids, IGNORED), positions, None)
+    return PackedRows(input_ids, torch.full_like(input_ids, IGNORED), positions, None, encoder_ids)

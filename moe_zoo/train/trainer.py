@@ -80,7 +80,8 @@ class Run:
         self.failure: DataError | MoeZooError | None = None  # of this rank alone, told to all at the next step
         self.tokens_per_step = recipe.train.global_batch * recipe.data.seq_len
         peak = peak_flops_per_s(mesh.device, recipe.precision.compute) * mesh.world
-        self.peak_tokens_per_s = peak / training_flops_per_token(recipe.model, recipe.data.seq_len)
+        data = recipe.data
+        self.peak_tokens_per_s = peak / training_flops_per_token(recipe.model, data.seq_len, data.encoder_len or 0)
 
     def to_end(self) -> Path:
         """Take every step that is left; look, save and log on the way."""
@@ -102,7 +103,8 @@ class Run:
                 self._sample()
         raise_everywhere(self.failure)
         model = self.folder.export()
-        self.display.say(f"exported {model}; moe_zoo.load({str(model)!r}) or AutoModelForCausalLM reads it")
+        auto = "AutoModelForSeq2SeqLM" if self.recipe.model.encoder else "AutoModelForCausalLM"
+        self.display.say(f"exported {model}; moe_zoo.load({str(model)!r}) or {auto} reads it")
         return self.folder.path
 
     def _open_feed(self, checkpoint: Checkpoint | None, cleanup: ExitStack) -> Feed:

@@ -5,7 +5,7 @@ Both engines meet each law with every run of the fast set, as each law has sever
 
 import pytest
 
-LAWS = ("test_engine_law.py", "test_pipeline_law.py", "test_layout_law.py")
+LAWS = ("test_engine_law.py", "test_pipeline_law.py", "test_layout_law.py", "test_encoder_decoder_law.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -81,6 +81,12 @@ def test_recompute_and_weights_gathered_once(engine):
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_kinds_that_the_same_ranks_hold_are_reduced_together_at_every_micro_batch(engine):
+    moe = {"parallel__ep": 2, "model__moe__first_layer": 0}
+    check(split_recipe(engine, parallel__tp=2, parallel__reduce="micro_batch", **moe), world_size=2)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 def test_a_tied_vocabulary_is_cut_once(engine):
     check(split_recipe(engine, parallel__tp=2, model__tie_embeddings=True), world_size=2)
 

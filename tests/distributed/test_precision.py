@@ -12,6 +12,7 @@ from moe_zoo.parallel.build import build_model
 from moe_zoo.spec.engine import engine_name
 from moe_zoo.spec.errors import PlanError
 from moe_zoo.spec.layout import resolve_layout
+from moe_zoo.spec.presets import load_preset
 from moe_zoo.spec.recipe import Recipe
 from moe_zoo.testing import run_distributed
 from moe_zoo.train.feed import Feed
@@ -80,6 +81,22 @@ def test_bf16_over_split_matrices_and_rows_stays_near_fp32(run_values, engine, a
     assert narrow["losses"][0] != wide["losses"][0], "the products are in bf16"
     assert narrow["saved"] == narrow["buffers"] == {torch.float32}
     assert mean_distance(narrow, wide) < LR / 10  # tp rounds partial sums before it adds them
+
+
+@pytest.mark.parametrize(
+    ("engine", "axes"), [("deepspeed", {"tp": 2}), ("fsdp", {"pp": 2, "ep": 1}), ("deepspeed", {"cp": 2})], ids=str
+)
+def test_an_encoder_decoder_in_bf16_stays_near_fp32(run_values, engine, axes):
+    model = load_preset("switch-encdec-test").to_dict() | {"vocab_size": 1024}
+    model["moe"]["router"]["capacity_factor"] = None  # near fp32, another token would be dropped
+    run_values |= {"model": model, "data": run_values["data"] | {"encoder_len": 20}, "balance": {"z_coefficient": 0.01}}
+    wide, narrow = (
+        run_distributed(three_steps, run_values, engine, 3, compute, axes)[0] for compute in ("fp32", "bf16")
+    )
+    assert narrow["losses"] == pytest.approx(wide["losses"], rel=BF16_EPS)
+    assert narrow["losses"][0] != wide["losses"][0], "the products are in bf16"
+    assert narrow["saved"] == {torch.float32}
+    assert mean_distance(narrow, wide) < LR / 10
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])

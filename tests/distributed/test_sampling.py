@@ -12,6 +12,7 @@ from moe_zoo.parallel.build import build_model
 from moe_zoo.spec.layout import resolve_layout
 from moe_zoo.testing import run_distributed
 from moe_zoo.train.sampling import _rows, sample
+from tests.distributed.test_encoder_decoder_law import encdec_recipe
 from tests.distributed.test_layout_law import split_recipe
 
 
@@ -23,7 +24,10 @@ def likes_its_rank(rows) -> torch.Tensor:
 
 
 def text_of_this_rank() -> list[int]:
-    mesh, recipe = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(data=SimpleNamespace(seq_len=4))
+    mesh, recipe = (
+        SimpleNamespace(device=torch.device("cpu")),
+        SimpleNamespace(data=SimpleNamespace(seq_len=4, encoder_len=None)),
+    )
     engine = SimpleNamespace(module=torch.nn.Module(), next_token_logits=likes_its_rank, mesh=mesh, recipe=recipe)
     return sample(engine, [1], 5, vocab_size=8, eos_id=4, seed=0)
 
@@ -63,3 +67,37 @@ def test_what_pads_a_prefix_takes_no_capacity_from_it(router):
     ]
     for alone, spread in zip(*found, strict=True):
         torch.testing.assert_close(spread, alone, rtol=0, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- a prompt that an encoder reads
+
+
+def text_of_an_encoder_decoder(recipe) -> list[list[int]]:
+    """On a rank: what it writes after prompts of several lengths."""
+    world = torch.distributed.get_world_size()
+    mesh = Mesh(resolve_layout(recipe, world, world), torch.device("cpu"))
+    engine = make_engine(build_model(recipe, mesh, 3), mesh, recipe)
+    return [
+        sample(engine, list(range(2, 2 + length)), 10, vocab_size=36, eos_id=-1, seed=0, temperature=0.05)
+        for length in (1, 5, 20)
+    ]
+
+
+def test_an_encoder_reads_the_prompt_and_every_layout_writes_the_same():
+    router = {"num_experts": 6, "capacity_factor": 1.0, "eval_capacity_factor": 1.0}
+    moe = {"router": router, "experts": {"d_ff": 12}}
+    layouts = (
+        ({}, 1),
+        ({"parallel__tp": 2, "parallel__cp": 2}, 4),
+        ({"parallel__pp": 2, "parallel__schedule": "DualPipeV"}, 2),
+    )
+    alone, *spread = (
+        run_distributed(
+            text_of_an_encoder_decoder,
+            encdec_recipe("fsdp", **axes, model__moe=moe, train__micro_batches=4),
+            world_size=ranks,
+        )[0]
+        for axes, ranks in layouts
+    )
+    assert len(alone[0]) == 10 and alone[0] != alone[1]
+    assert spread == [alone] * 2

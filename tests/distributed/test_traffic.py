@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.traffic import moved
 from moe_zoo.testing import run_distributed
+from tests.distributed.test_encoder_decoder_law import encdec_recipe
 from tests.distributed.test_layout_law import split_recipe
 
 SMALL = 1000  # bytes: norms, losses, counts
@@ -34,7 +35,30 @@ LAYOUTS = [
 @pytest.mark.parametrize(("parallel", "world"), LAYOUTS, ids=lambda value: str(value))
 def test_bytes_by_collective(parallel, world):
     changes = {"model__num_layers": 4, "train__micro_batches": 4} if "pp" in parallel else {}
-    recipe = split_recipe("fsdp", **{f"parallel__{key}": value for key, value in parallel.items()}, **changes)
+    compare(split_recipe("fsdp", **{f"parallel__{key}": value for key, value in parallel.items()}, **changes), world)
+
+
+ENCODER_DECODERS = [
+    ({"engine": "deepspeed", "tp": 2, "ep": 2}, 2),
+    ({"engine": "fsdp", "tp": 2, "ep": 1, "recompute": 1}, 2),
+    ({"engine": "deepspeed", "cp": 2, "ep": 1}, 2),
+    ({"engine": "fsdp", "cp": 2, "ep": 2, "context": "ulysses"}, 2),
+    ({"engine": "fsdp", "pp": 2, "tp": 2, "ep": 1, "schedule": "DualPipeV"}, 4),
+]
+
+
+@pytest.mark.parametrize(("parallel", "world"), ENCODER_DECODERS, ids=lambda value: str(value))
+def test_bytes_of_an_encoder_decoder(parallel, world):
+    changes = {f"parallel__{key}": value for key, value in parallel.items()}
+    changes |= {"train__micro_batches": 4} if "pp" in parallel else {}
+    changes["model__moe__router"] = {
+        "num_experts": 6
+    }  # a capacity asks for the choices of whole rows, a few hundred bytes
+    changes |= {"model__encoder": {"num_layers": 2, "extra_ffn": True}, "model__tie_embeddings": False}
+    compare(encdec_recipe("fsdp", **changes), world)
+
+
+def compare(recipe, world: int) -> None:
     pairs = run_distributed(moved, recipe, world_size=world)
     found, expected = (sum(counts, Counter()) for counts in zip(*pairs, strict=True))
     for key in found | expected:

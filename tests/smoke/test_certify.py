@@ -33,6 +33,12 @@ def test_two_factors_as_json(capfd, tmp_path):
     assert (tmp_path / "certificate.md").exists() and (tmp_path / "ranks.log").exists()
 
 
+def test_an_encoder_decoder_has_a_certificate(capfd, tmp_path):
+    words = ["--ranks", "2", "--factors", "tp,resume", "--json", "--out", str(tmp_path)]
+    code, out, _ = certify(capfd, "recipes/tiny/switch_encdec.yaml", *words)
+    assert code == 0 and json.loads(out)["is_one_answer"]
+
+
 def test_a_mistake_is_one_line_and_code_2(capfd, tmp_path):
     code, out, err = certify(capfd, "recipes/tiny/switch_lm.yaml", "--factors", "zero,tpp", "--out", str(tmp_path))
     assert (code, out) == (2, "")

@@ -29,7 +29,10 @@ def test_a_recipe_fits_its_ranks_and_its_model_is_accounted_for(path):
         assert layout.dp == layout.edp * layout.ep == world
     total, active = num_parameters(recipe.model), num_active_parameters(recipe.model)
     assert 0 < active <= total and (active < total) == bool(recipe.model.num_experts)
-    assert training_flops_per_token(recipe.model, recipe.data.seq_len) > 6 * active / 2  # embeddings cost no product
+    data = recipe.data
+    assert (
+        training_flops_per_token(recipe.model, data.seq_len, data.encoder_len or 0) > 6 * active / 2
+    )  # embeddings cost no product
     assert Recipe.from_dict(recipe.to_dict()) == recipe
 
 

@@ -20,6 +20,7 @@ from moe_zoo.models.families import (
     phimoe,
     qwen2_moe,
     qwen3_moe,
+    switch_transformers,
 )
 from moe_zoo.models.families.base import Family, Rule
 from moe_zoo.models.families.dense import DENSE
@@ -42,6 +43,7 @@ MODULES = (
     phimoe,
     qwen2_moe,
     qwen3_moe,
+    switch_transformers,
 )
 FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in MODULES}
 FAMILIES["bailing_moe_v2"] = replace(bailing_moe.FAMILY, model_type="bailing_moe_v2")  # the same under another name

@@ -27,7 +27,8 @@ from moe_zoo.spec.errors import CheckpointError
 class Rule(NamedTuple):
     """``theirs`` is block ``block`` of ``blocks`` of the last dimension of ``ours``, perhaps in another shape.
 
-    Both names hold ``{layer}``; with ``{expert}`` in theirs, ours is a stack of which it is one entry.
+    Both names hold ``{layer}``, or each its own number; with ``{expert}`` in theirs, ours is a stack of which it is one
+    entry.
     """
 
     theirs: str
@@ -67,6 +68,7 @@ class Family:
     write: Callable[[Architecture], dict[str, Any]]  # the numbers that an Architecture holds, by their names there
     rules: tuple[Rule, ...]
     more_rules: Callable[[Architecture], tuple[Rule, ...]] = lambda _: ()  # those that depend on the numbers
+    aliases: Callable[[Architecture], dict[str, str]] = lambda _: {}  # copies that its files may hold -> originals
     is_in_transformers: bool = True
 
     def make_config(self, values: dict[str, Any]) -> PretrainedConfig:

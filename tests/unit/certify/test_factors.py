@@ -30,6 +30,16 @@ def test_the_twin_keeps_every_choice_and_is_small():
     assert what_was_shrunk(recipe, twin)["model.d_model"] == (128, 16)
 
 
+def test_the_twin_of_an_encoder_decoder_is_one():
+    recipe = load_recipe("recipes/tiny/switch_encdec.yaml", ["model.encoder.every=3", "model.encoder.extra_ffn=true"])
+    twin = tiny_twin(recipe, 4)
+    assert (twin.model.num_layers, twin.model.encoder.num_layers, twin.model.sparse_layers) == (4, 2, [1, 3])
+    assert (twin.data.seq_len, twin.data.encoder_len) == (16, 8)
+    assert twin.model.encoder.extra_ffn and twin.model.moe.router.capacity_factor == 2.0
+    found = cases(recipe, twin, 4, None)
+    assert all(case.recipe is not None for case in found if case.factor != "zero" or "zero 3" in case.label)
+
+
 @pytest.mark.parametrize("overrides", [[], ["model.moe=null"], ["model.preset=topk-lm-test", "balance.method=bias"]])
 def test_no_choice_of_the_twin_hangs_on_rounding(overrides):
     twin = tiny_twin(load_recipe(SWITCH, overrides), 4)

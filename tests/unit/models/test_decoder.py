@@ -7,6 +7,7 @@ import torch
 
 from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.models.init import initialize
+from moe_zoo.models.switch import make_network
 from moe_zoo.ops.documents import unpack_rows
 from moe_zoo.spec.accounting import num_parameters
 from moe_zoo.spec.presets import load_preset, preset_names
@@ -15,7 +16,7 @@ from moe_zoo.spec.presets import load_preset, preset_names
 @pytest.mark.parametrize("name", preset_names())
 def test_arithmetic_counts_the_parameters_of_the_module(name):
     with torch.device("meta"):
-        model = SparseDecoder(load_preset(name))
+        model = make_network(load_preset(name))
     assert sum(param.numel() for param in model.parameters()) == num_parameters(load_preset(name))
 
 

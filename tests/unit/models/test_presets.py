@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from moe_zoo.models.decoder import SparseDecoder
 from moe_zoo.models.families import FAMILIES
 from moe_zoo.models.source import difference
+from moe_zoo.models.switch import make_network
 from moe_zoo.spec.accounting import num_parameters
 from moe_zoo.spec.presets import load_preset, preset, preset_names
 
@@ -19,7 +19,7 @@ def test_every_preset_is_built_on_the_meta_device_in_seconds_and_counts_as_the_f
     for name in preset_names():
         architecture = load_preset(name)
         with torch.device("meta"):
-            model = SparseDecoder(architecture)
+            model = make_network(architecture)
         assert sum(param.numel() for param in model.parameters()) == num_parameters(architecture), name
     assert time.process_time() - began < 60
 

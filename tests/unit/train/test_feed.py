@@ -8,6 +8,7 @@ import torch
 from moe_zoo.engines import make_engine
 from moe_zoo.ops.documents import unpack_rows
 from moe_zoo.parallel.build import build_model
+from moe_zoo.spec.presets import load_preset
 from moe_zoo.spec.recipe import Recipe
 from moe_zoo.train.feed import Feed
 from moe_zoo.train.sampling import sample
@@ -89,3 +90,20 @@ def test_a_sample_holds_no_id_that_the_tokenizer_does_not_know(alone, recipe):
     wide = Recipe.from_dict(values)
     engine = make_engine(build_model(wide, alone, seed=0), alone, wide)
     assert max(sample(engine, [1], 24, vocab_size=1024, eos_id=-1, seed=0)) < 1024  # by chance: 8**-24
+
+
+def test_an_encoder_reads_the_first_tokens_and_the_decoder_goes_on(run_values, open_feed):
+    whole = [micro.rows for micro in next(open_feed())]
+    model = load_preset("switch-encdec-test").to_dict() | {"vocab_size": 1024}
+    values = run_values | {"model": model, "data": run_values["data"] | {"encoder_len": 20}, "balance": {}}
+    mesh = SimpleNamespace(dp=1, dp_rank=0, device=torch.device("cpu"))
+    feed = Feed(Recipe.from_dict(values), mesh, 0)
+    for rows, micro in zip(whole, next(feed), strict=True):
+        split = micro.rows
+        assert torch.equal(torch.cat(split.ids, dim=1), rows.input_ids) and split.mask is None and split.seq_len == 32
+        assert torch.equal(split.targets, rows.targets[:, 20:])
+        assert split.positions[0].tolist() == list(range(12))
+    sizes = torch.from_numpy(feed.stream.token_bytes)
+    targets = torch.cat([unpack_rows(rows, feed.stream.bos_id, 20).targets.flatten() for rows in feed.valid])
+    assert feed.valid.num_bytes == int(sizes[targets[targets >= 0].long()].sum())
+    feed.close()
