@@ -235,8 +235,8 @@ def _operate(name: str, out: Path, as_json: bool, operate: Any) -> None:
 def _usage(model: "SparseDecoder", name: str, text: Path) -> Any:
     import torch
 
-    from moe_zoo.models.check import read_tokenizer
     from moe_zoo.models.surgery import measure_usage
+    from moe_zoo.models.tokenizer import read_tokenizer
 
     ids = read_tokenizer(name)(_read(text))["input_ids"]
     return measure_usage(model, torch.tensor([ids]))

@@ -4,10 +4,10 @@ import math
 from typing import NamedTuple
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moe_zoo.models.hub import load
 from moe_zoo.models.source import Source
+from moe_zoo.models.tokenizer import read_tokenizer
 from moe_zoo.spec.errors import CheckpointError, MoeZooError
 from moe_zoo.spec.presets import preset_names
 
@@ -59,15 +59,3 @@ def first_loss(name: str, text: str | None = None, tokenizer: str | None = None)
     if ids.shape[1] < 2:
         raise MoeZooError(f"check: the text is {ids.shape[1]} tokens; a loss needs at least two; give a longer one")
     return FirstLoss(name, model(ids, labels=ids).loss.item(), math.log(vocab_size), ids.shape[1])
-
-
-def read_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or Hub id. Raises ``CheckpointError`` if there is none."""
-    try:
-        reader = AutoTokenizer.from_pretrained(folder)
-        if reader(SAMPLE)["input_ids"]:  # of a folder without one, transformers may make a tokenizer that knows no word
-            return reader
-        reason = "it gives no ids"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-    raise CheckpointError(f"check: {folder}; no tokenizer can be read from it ({reason}); give one with --tokenizer")

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moe_zoo.models.hub import load, without_progress_bars
+from moe_zoo.models.tokenizer import read_tokenizer
 from moe_zoo.spec.errors import CheckpointError
 from moe_zoo.spec.presets import preset_names
 
@@ -21,14 +22,10 @@ def generate_text(model: str | Path, prompt: str, *, num_tokens: int, temperatur
         raise CheckpointError(f"generate: {model}; a preset has fresh weights and no tokenizer; give a trained model")
     with without_progress_bars():
         network = load(folder)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(
-            f"generate: {folder}; text needs a tokenizer beside the model ({reason}); copy its files there"
-        ) from None
-    ids = [network.config.bos_token_id, *tokenizer.encode(prompt, add_special_tokens=False)]
+    tokenizer = read_tokenizer(folder)
+    ids = _prompt_ids(network, tokenizer, prompt)
+    if not ids:
+        raise CheckpointError(f"generate: {model}; it has no token that begins a text; give a prompt")
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     if network.config.is_encoder_decoder:  # trained to go on: the decoder begins with the last token of the prompt
@@ -43,3 +40,10 @@ def generate_text(model: str | Path, prompt: str, *, num_tokens: int, temperatur
         **sampling,
     )
     return tokenizer.decode(out[0, num_given:], skip_special_tokens=True)
+
+
+def _prompt_ids(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """As the model was trained: ours always begin with bos, others as their tokenizer has it."""
+    if network.config.upstream is not None:
+        return list(tokenizer(prompt)["input_ids"])
+    return [network.config.bos_token_id, *tokenizer.encode(prompt, add_special_tokens=False)]

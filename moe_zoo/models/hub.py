@@ -31,23 +31,24 @@ def load(
     """
     if str(name) in preset_names():
         architecture = load_preset(str(name))
-        _check_fits(str(name), architecture)
+        _check_fits(str(name), architecture, 4)
         model = from_architecture(architecture)
         initialize(model.model, seed)
         return model.to(torch.float32 if dtype == "auto" else dtype).eval()
     source = Source(name)
+    _check_fits(str(name), source.architecture, 2 if dtype == "auto" else dtype.itemsize)
     if source.family is None:
         return model_class(source.architecture).from_pretrained(source.folder, dtype=dtype, **kwargs)
     return load_upstream(source, None if dtype == "auto" else dtype)
 
 
-def _check_fits(name: str, architecture: Architecture) -> None:
-    """Refuse to draw more weights than this machine can hold."""
-    needed, free = weight_bytes(architecture, 4), psutil.virtual_memory().available
+def _check_fits(name: str, architecture: Architecture, itemsize: int) -> None:
+    """Refuse to hold more weights than this machine can."""
+    needed, free = weight_bytes(architecture, itemsize), psutil.virtual_memory().available
     if needed > free:
         raise CheckpointError(
-            f"load: {name}; its fresh fp32 weights are {needed / 2**30:,.1f} GiB, {free / 2**30:,.1f} GiB of memory are "
-            f"free; train it from a recipe, which gives each rank its share, or load a smaller preset"
+            f"load: {name}; its weights at {itemsize} bytes each are {needed / 2**30:,.1f} GiB, {free / 2**30:,.1f} GiB of "
+            f"memory are free; train it from a recipe, which gives each rank its share, or load a smaller model"
         )
 
 

@@ -145,7 +145,7 @@ def test_text_from_a_preset_or_without_a_tokenizer_is_refused_in_one_line(saved)
     )
     with pytest.raises(CheckpointError) as caught:
         generate_text(saved[1], "a", num_tokens=1)
-    assert str(caught.value).startswith(f"generate: {saved[1]}; text needs a tokenizer beside the model (")
+    assert str(caught.value).startswith(f"tokenizer: {saved[1]}; none can be read from it (")
     assert "\n" not in str(caught.value)
 
 

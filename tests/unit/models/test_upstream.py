@@ -115,7 +115,7 @@ def test_a_family_that_is_not_known_is_named_with_a_near_one(folder):
 
 
 def test_a_preset_that_this_machine_cannot_hold_is_refused():
-    with pytest.raises(CheckpointError, match=r"load: kimi-k2; its fresh fp32 weights are 3,823.7 GiB, "):
+    with pytest.raises(CheckpointError, match=r"load: kimi-k2; its weights at 4 bytes each are 3,823.7 GiB, "):
         moe_zoo.load("kimi-k2")
 
 
