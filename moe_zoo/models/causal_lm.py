@@ -1,38 +1,24 @@
-"""Our decoder in Hugging Face dress: from_pretrained, save_pretrained, generate. Letters: B batch, S new, K all keys.
+"""Our decoder in Hugging Face dress. Letters: B batch, S new, K all keys."""
 
-This file and what it imports from moe_zoo are also written, as one file, beside every saved model: with
-``trust_remote_code=True`` it loads where moe-zoo is not installed.
-"""
-
-import importlib
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moe_zoo.models.config import MoeZooConfig
-from moe_zoo.models.decoder import SparseDecoder, init_std
+from moe_zoo.models.decoder import SparseDecoder
+from moe_zoo.models.pretrained import MoeZooPreTrainedModel
 from moe_zoo.spec.errors import MoeZooError
 
-REMOTE_FILE = "modeling_moe_zoo.py"
 
-
-class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
+class MoeZooForCausalLM(MoeZooPreTrainedModel, GenerationMixin):
     """A SparseDecoder as ``self.model``; the names of its parameters are those of training, behind ``model.``."""
 
-    config_class = MoeZooConfig
-    base_model_prefix = "model"
+    auto_name = "AutoModelForCausalLM"
     _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
-    _supports_sdpa = True
-    supports_gradient_checkpointing = True
-    companions: Path | None = None  # folder whose tokenizer is saved with the model
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"model.head.weight": "model.embed.weight"}
 
     def __init__(self, config: MoeZooConfig):
         super().__init__(config)
@@ -76,64 +62,6 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
         if self.model.architecture.experts_choose:
             check_rows_are_whole(None, is_continued=True)
         return super().generate(*args, **kwargs)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embed
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embed = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.model.head
-
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, every_n_layers: int = 1
-    ) -> None:
-        for index, block in enumerate(self.model.layers.values()):
-            recompute_in_training(block, gradient_checkpointing_func if enable and not index % every_n_layers else None)
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """transformers calls it for what no file filled; ``moe_zoo.load`` of a preset draws the weights of training."""
-        paths = {id(child): path for path, child in self.model.named_modules()}
-        for name, param in module.named_parameters(recurse=False):
-            std = init_std(f"{paths.get(id(module), '')}.{name}", self.model.architecture)
-            if std is not None:
-                param.normal_(std=std)
-            else:
-                param.fill_(0.0 if name.endswith("bias") else 1.0)
-        for buffer in module.buffers(recurse=False):
-            buffer.zero_()
-
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Weights and configuration: by the names of its family, or with the code to load them without moe-zoo."""
-        if self.config.upstream is not None:
-            importlib.import_module("moe_zoo.models.upstream").save_upstream(self, Path(save_directory), **kwargs)
-            return
-        stem = Path(REMOTE_FILE).stem
-        self.config.auto_map = {
-            "AutoConfig": f"{stem}.MoeZooConfig",
-            "AutoModelForCausalLM": f"{stem}.MoeZooForCausalLM",
-        }
-        super().save_pretrained(save_directory, **kwargs)
-        (Path(save_directory) / REMOTE_FILE).write_text(remote_code())
-
-
-def recompute_in_training(block: nn.Module, run: Callable | None) -> None:
-    """Let ``run(forward, *inputs)`` keep a block's inputs alone and run it again in backward; None: no longer."""
-    block.__dict__.pop("forward", None)
-    block.gradient_checkpointing = run is not None  # where transformers looks
-    if run is not None:
-        forward = block.forward
-        block.forward = lambda *inputs: run(forward, *inputs) if block.training else forward(*inputs)
-
-
-def remote_code() -> str:
-    """One file that holds this class and all it needs: this very file, if it is such an export already."""
-    here = Path(__file__)
-    if here.name == REMOTE_FILE:
-        return here.read_text()
-    return importlib.import_module("moe_zoo.models.remote_code").bundle()
 
 
 def check_rows_are_whole(attention_mask: Tensor | None, *, is_continued: bool) -> None:

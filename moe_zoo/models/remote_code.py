@@ -30,6 +30,7 @@ MODULES = (  # in the order of who needs whom
     "moe_zoo.models.decoder",
     "moe_zoo.models.switch",
     "moe_zoo.models.config",
+    "moe_zoo.models.pretrained",
     "moe_zoo.models.causal_lm",
     "moe_zoo.models.seq2seq_lm",
 )

@@ -3,36 +3,27 @@
 Letters: B batch, S tokens of the decoder that are new, K keys.
 """
 
-import importlib
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from moe_zoo.models.causal_lm import REMOTE_FILE, MoeZooForCausalLM, remote_code
+from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.config import MoeZooConfig
+from moe_zoo.models.pretrained import MoeZooPreTrainedModel
 from moe_zoo.models.switch import SparseEncoderDecoder
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import MoeZooError
 
 
-class MoeZooForSeq2SeqLM(PreTrainedModel, GenerationMixin):
+class MoeZooForSeq2SeqLM(MoeZooPreTrainedModel, GenerationMixin):
     """A SparseEncoderDecoder as ``self.model``; the names of its parameters are those of training, behind ``model.``."""
 
-    config_class = MoeZooConfig
-    base_model_prefix = "model"
+    auto_name = "AutoModelForSeq2SeqLM"
     _no_split_modules: ClassVar[list[str]] = ["RelativeBlock"]
-    _supports_sdpa = True
-    companions: Path | None = None  # folder whose tokenizer is saved with the model
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"model.head.weight": "model.embed.weight"}
-    get_input_embeddings = MoeZooForCausalLM.get_input_embeddings
-    set_input_embeddings = MoeZooForCausalLM.set_input_embeddings
-    get_output_embeddings = MoeZooForCausalLM.get_output_embeddings
-    _init_weights = MoeZooForCausalLM._init_weights
 
     def __init__(self, config: MoeZooConfig):
         super().__init__(config)
@@ -61,6 +52,8 @@ class MoeZooForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         memory = encoder_outputs[0]
         if decoder_input_ids is None and labels is not None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        if self.training and self.is_activation_checkpointing:
+            use_cache = False  # a second forward would add the same keys again
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
         logits = self.model.decode(
@@ -83,26 +76,14 @@ class MoeZooForSeq2SeqLM(PreTrainedModel, GenerationMixin):
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """The decoder reads a start token, then each label but the last; ignored ones are padding. As T5."""
         config = self.config
-        start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.pad_token_id
+        start = getattr(config, "decoder_start_token_id", None)
+        start = config.pad_token_id if start is None else start
         if start is None:
             raise MoeZooError(
                 "config.decoder_start_token_id: null; a decoder begins with it; set it, T5 and Switch use pad_token_id = 0"
             )
         shifted = F.pad(labels[:, :-1], (1, 0), value=start)
         return shifted.masked_fill(shifted == -100, config.pad_token_id if config.pad_token_id is not None else start)
-
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Weights and configuration: by the names of its family, or with the code to load them without moe-zoo."""
-        if self.config.upstream is not None:
-            importlib.import_module("moe_zoo.models.upstream").save_upstream(self, Path(save_directory), **kwargs)
-            return
-        stem = Path(REMOTE_FILE).stem
-        self.config.auto_map = {
-            "AutoConfig": f"{stem}.MoeZooConfig",
-            "AutoModelForSeq2SeqLM": f"{stem}.MoeZooForSeq2SeqLM",
-        }
-        super().save_pretrained(save_directory, **kwargs)
-        (Path(save_directory) / REMOTE_FILE).write_text(remote_code())
 
 
 class _Encoder(nn.Module):

@@ -66,6 +66,15 @@ def test_recomputed_activations_change_nothing(model):
     assert len(calls) == 3 * len(model.model.layers) and not model.is_activation_checkpointing
 
 
+def test_recomputed_activations_of_an_encoder_decoder():
+    model = moe_zoo.load("switch-encdec-test", seed=1).train()
+    model.config.pad_token_id = 0
+    expected = loss_and_gradients(model)
+    model.activation_checkpointing_enable()
+    found = loss_and_gradients(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_lora_trains_its_own_weights_alone_and_is_saved(model, folder, tmp_path):
     config = peft.LoraConfig(r=4, target_modules=["query", "value"], task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(copy.deepcopy(model), config).train()
@@ -107,3 +116,9 @@ def test_tokenizer_and_generation_settings_travel_with_a_model(tmp_path):
         assert json.loads((tmp_path / "ours" / name).read_text()) == {"name": name}
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert again.generation_config.temperature == 0.7
+
+
+def test_the_tokenizer_of_a_model_of_ours_travels_too(folder, tmp_path):
+    moe_zoo.load(folder).save_pretrained(tmp_path / "again")
+    for file in TOKENIZER.glob("tokenizer*"):
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
