@@ -131,7 +131,7 @@ def with_decoder(
     upstream = None
     if model_type is not None:
         kept = {key: value for key, value in (config.upstream or {}).items() if key in KEPT}
-        upstream = {"model_type": model_type} | kept
+        upstream = {"model_type": model_type} | kept | {name: value for name, value in ids.items() if value is not None}
     with torch.device("meta"):
         kind = model_class(decoder.architecture)
         made = kind(MoeZooConfig(architecture=decoder.architecture.to_dict(), upstream=upstream, **ids))
@@ -152,6 +152,7 @@ def save_upstream(
         is_seq2seq = model.model.architecture.encoder is not None
         known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if is_seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         config.architectures = [known[family.model_type]]
+    config.dtype = model.dtype
     folder.mkdir(parents=True, exist_ok=True)
     named = [*model.model.named_parameters(), *model.model.named_buffers()]
     tensors = dict(upstream_tensors(family, model.model.architecture, ((n, values.detach()) for n, values in named)))

@@ -122,3 +122,15 @@ def test_the_tokenizer_of_a_model_of_ours_travels_too(folder, tmp_path):
     moe_zoo.load(folder).save_pretrained(tmp_path / "again")
     for file in TOKENIZER.glob("tokenizer*"):
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_half_the_bits_stay_half_the_bits(tmp_path):
+    theirs("qwen3_moe", QWEN).bfloat16().save_pretrained(tmp_path / "theirs")
+    model = moe_zoo.load(tmp_path / "theirs", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == "bfloat16"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert again.dtype == torch.bfloat16
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype="auto").state_dict()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in again.state_dict().items())

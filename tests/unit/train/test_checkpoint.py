@@ -330,6 +330,8 @@ def test_a_run_whose_numbers_a_family_has_is_exported_as_that_family(engine, tmp
     theirs, notes = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert theirs.config.model_type == "dots1" and not notes["missing_keys"] and not notes["unexpected_keys"]
     ours = moe_zoo.load(export_checkpoint(made, tmp_path / "ours"))
+    ids = ("bos_token_id", "eos_token_id")
+    assert [getattr(theirs.config, name) for name in ids] == [getattr(ours.config, name) for name in ids] == [1, 2]
     ids = torch.tensor([[3, 4, 5, 6]])
     torch.testing.assert_close(theirs(ids).logits, ours(ids).logits, rtol=1e-4, atol=1e-4)
     assert refusal(lambda: export_checkpoint(made, tmp_path / "no", family="mixtral")) == (
