@@ -5,11 +5,13 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from moe_zoo.spec.accounting import weight_bytes
 from moe_zoo.spec.presets import Preset, load_preset, preset, preset_names
 from moe_zoo.spec.profile import SEQ_LEN, WORLDS, bytes_text, parameters_text, profile, shape_rows
 from moe_zoo.spec.yaml_text import parse_yaml
 
 Row = tuple[str, ...]
+LARGE = 2**36  # bytes of fresh weights that nobody should ask one process for
 
 
 def card(name: str, recipes: Path | None = None) -> ModelCard:
@@ -80,11 +82,17 @@ def table(head: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def _usage(name: str, about: Preset) -> str:
-    load = f'model = moe_zoo.load("{about.hub}")' if about.hub else f'model = moe_zoo.load("{name}")  # fresh weights'
-    recipe = f"model: {{preset: {name}}}" + (
-        f"\ninit: {about.hub}  # or leave it out and begin afresh" if about.hub else ""
-    )
-    return f"```python\nimport moe_zoo\n\n{load}\n```\nIn a recipe:\n```yaml\n{recipe}\n```"
+    architecture = load_preset(name)
+    lines = [f"model: {{preset: {name}}}"]
+    if about.hub:
+        lines.append(f"init: {about.hub}  # or leave it out and begin afresh")
+    if architecture.encoder:
+        lines.append("data: {encoder_len: 256}  # of each row; the decoder goes on")
+    recipe = "In a recipe:\n```yaml\n" + "\n".join(lines) + "\n```"
+    if not about.hub and weight_bytes(architecture, 4) > LARGE:
+        return recipe
+    what = f'"{about.hub}")' if about.hub else f'"{name}")  # fresh weights'
+    return f"```python\nimport moe_zoo\n\nmodel = moe_zoo.load({what}\n```\n{recipe}"
 
 
 def _trained_by(name: str, recipes: Path | None) -> str:

@@ -19,7 +19,7 @@ from moe_zoo.spec.architecture import (
 )
 
 SEQ_LEN = 4096  # of the FLOPs in tables
-WORLDS = (1, 8, 64, 512)
+WORLDS = (1, 8, 64, 512, 4096)
 GIB = 2**30
 # Bytes per parameter that a rank keeps whole, and that all ranks share: bf16 weights and gradients, fp32 master weights
 # and two moments. Source: ZeRO, arXiv:1910.02054, section 3.1 and figure 1.
