@@ -103,13 +103,13 @@ def _stored(source: Source, placements: dict[str, Placement]) -> Fill:
         experts, cuts = _own_experts(name, placement)
         if ".experts." in name:  # the source cuts one expert at a time
             cuts = tuple(cut._replace(dim=cut.dim - 1) for cut in cuts)
-        values = source.values(placement.name, experts, lambda whole: reduce(take, cuts, whole))
+        values = source.values(placement.name, experts, lambda whole: reduce(take, cuts, whole).float())
         if values.shape != placement.local_shape:
             raise CheckpointError(
                 f"init: {source.where(placement.name)}: shape {tuple(values.shape)} of this rank's slice of "
                 f"{placement.name}; the recipe's model has {placement.local_shape}; one of the two is another model's"
             )
-        return values.float().contiguous()
+        return values.contiguous()
 
     return fill
 
