@@ -4,6 +4,7 @@ This file and what it imports from moe_zoo are also written, as one file, beside
 ``trust_remote_code=True`` it loads where moe-zoo is not installed.
 """
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -48,11 +49,13 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of the last ``logits_to_keep`` positions (0: all); with ``labels`` the mean token loss.
 
-        The loss holds no router losses: train with a recipe, whose balance is exact in every layout.
+        Over ``num_items_in_batch`` tokens, where a trainer adds up the losses of several batches. The loss holds no router
+        losses: train with a recipe, whose balance is exact in every layout.
         """
         if self.model.architecture.experts_choose:
             check_rows_are_whole(attention_mask, is_continued=bool(use_cache) or past_key_values is not None)
@@ -67,8 +70,7 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.model(input_ids, position_ids, mask, cache=past_key_values).logits
         loss = None
         if labels is not None:
-            targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            loss = token_loss(logits, F.pad(labels[:, 1:], (0, 1), value=-100), num_items_in_batch)
         return CausalLMOutputWithPast(loss, logits[:, -logits_to_keep:], past_key_values)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,6 +87,16 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.model.head = value
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As transformers does it, and the numbers that are saved say so."""
+        made = PreTrainedModel.resize_token_embeddings(self, *args, **kwargs)
+        self.model.architecture = dataclasses.replace(self.model.architecture, vocab_size=made.num_embeddings)
+        self.config.architecture = self.model.architecture.to_dict()
+        return made
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, every_n_layers: int = 1
@@ -116,7 +128,20 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
             "AutoModelForCausalLM": f"{stem}.MoeZooForCausalLM",
         }
         super().save_pretrained(save_directory, **kwargs)
-        (Path(save_directory) / REMOTE_FILE).write_text(remote_code())
+        write_beside(self, Path(save_directory))
+
+
+def write_beside(model: PreTrainedModel, folder: Path) -> None:
+    """The code that loads a model of ours, and the tokenizer that it was loaded with."""
+    (folder / REMOTE_FILE).write_text(remote_code())
+    if model.companions is not None:
+        importlib.import_module("moe_zoo.models.upstream").copy_companions(model, folder)
+
+
+def token_loss(logits: Tensor, targets: Tensor, num_items: Tensor | int | None) -> Tensor:
+    """Mean over the targets that are not -100, or their sum over ``num_items``."""
+    flat = logits.flatten(0, 1).float(), targets.flatten()
+    return F.cross_entropy(*flat) if num_items is None else F.cross_entropy(*flat, reduction="sum") / num_items
 
 
 def recompute_in_training(block: nn.Module, run: Callable | None) -> None:

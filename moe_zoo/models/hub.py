@@ -40,7 +40,9 @@ def load(
     _check_fits(str(name), source.architecture, 2 if dtype == "auto" else dtype.itemsize)
     if source.family is None:
         _check_weights(source)
-        return model_class(source.architecture).from_pretrained(source.folder, dtype=dtype, **kwargs)
+        model = model_class(source.architecture).from_pretrained(source.folder, dtype=dtype, **kwargs)
+        model.companions = source.folder
+        return model
     return load_upstream(source, None if dtype == "auto" else dtype)
 
 

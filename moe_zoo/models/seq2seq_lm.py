@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from moe_zoo.models.causal_lm import REMOTE_FILE, MoeZooForCausalLM, remote_code
+from moe_zoo.models.causal_lm import REMOTE_FILE, MoeZooForCausalLM, token_loss, write_beside
 from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.switch import SparseEncoderDecoder
 from moe_zoo.spec.architecture import Architecture
@@ -32,6 +32,8 @@ class MoeZooForSeq2SeqLM(PreTrainedModel, GenerationMixin):
     get_input_embeddings = MoeZooForCausalLM.get_input_embeddings
     set_input_embeddings = MoeZooForCausalLM.set_input_embeddings
     get_output_embeddings = MoeZooForCausalLM.get_output_embeddings
+    set_output_embeddings = MoeZooForCausalLM.set_output_embeddings
+    resize_token_embeddings = MoeZooForCausalLM.resize_token_embeddings
     _init_weights = MoeZooForCausalLM._init_weights
 
     def __init__(self, config: MoeZooConfig):
@@ -50,11 +52,13 @@ class MoeZooForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         past_key_values: Any = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
         """Logits of the decoder's tokens; with ``labels`` the mean token loss of the decoder that reads them shifted.
 
-        The loss holds no router losses: train with a recipe, whose balance is exact in every layout.
+        Over ``num_items_in_batch`` tokens, where a trainer adds up the losses of several batches. The loss holds no router
+        losses: train with a recipe, whose balance is exact in every layout.
         """
         if encoder_outputs is None:
             encoder_outputs = self.get_encoder()(input_ids=input_ids, attention_mask=attention_mask)
@@ -73,7 +77,7 @@ class MoeZooForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         )
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+            loss = token_loss(logits, labels, num_items_in_batch)
         return Seq2SeqLMOutput(loss, logits, past_key_values, encoder_last_hidden_state=memory)
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
@@ -102,7 +106,7 @@ class MoeZooForSeq2SeqLM(PreTrainedModel, GenerationMixin):
             "AutoModelForSeq2SeqLM": f"{stem}.MoeZooForSeq2SeqLM",
         }
         super().save_pretrained(save_directory, **kwargs)
-        (Path(save_directory) / REMOTE_FILE).write_text(remote_code())
+        write_beside(self, Path(save_directory))
 
 
 class _Encoder(nn.Module):

@@ -160,9 +160,19 @@ def with_decoder(
 
 
 def save_upstream(
-    model: MoeZooForCausalLM | MoeZooForSeq2SeqLM, folder: Path, max_shard_size: str = "5GB", **_: object
+    model: MoeZooForCausalLM | MoeZooForSeq2SeqLM,
+    folder: Path,
+    max_shard_size: str = "5GB",
+    state_dict: dict[str, Tensor] | None = None,
+    is_main_process: bool = True,
+    **_: object,
 ) -> None:
-    """Write what transformers, vLLM and SGLang load: the family's configuration and names, each expert by itself."""
+    """Write what transformers, vLLM and SGLang load: the family's configuration and names, each expert by itself.
+
+    ``state_dict`` is that of the whole model, where a trainer gathered it.
+    """
+    if not is_main_process:
+        return
     upstream = dict(model.config.upstream)
     family = FAMILIES[upstream["model_type"]]
     values = upstream | family.write(model.model.architecture)
@@ -173,8 +183,10 @@ def save_upstream(
         known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if is_seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         config.architectures = [known[family.model_type]]
     folder.mkdir(parents=True, exist_ok=True)
-    named = [*model.model.named_parameters(), *model.model.named_buffers()]
-    tensors = dict(upstream_tensors(family, model.model.architecture, ((n, values.detach()) for n, values in named)))
+    named = {name.removeprefix("model."): values for name, values in (state_dict or model.state_dict()).items()}
+    if model.model.architecture.tie_embeddings:
+        named.pop("head.weight", None)
+    tensors = dict(upstream_tensors(family, model.model.architecture, named.items()))
     tensors |= _copies(family, model.model.architecture, tensors)
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
     config.save_pretrained(folder)
