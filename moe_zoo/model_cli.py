@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from moe_zoo.models.decoder import SparseDecoder
     from moe_zoo.spec.architecture import Architecture
 
+ROW = 1024  # tokens of a text that are read at once
 PIPED_WIDTH = 160  # of tables that no terminal shows
 
 app = typer.Typer()
@@ -91,7 +92,10 @@ def card(
     from moe_zoo.models.card import write_all
 
     if everything is not None:
-        write_all(everything, Path("recipes"))
+        try:
+            write_all(everything, Path("recipes"))
+        except OSError as error:
+            raise MoeZooError(f"card: {everything}; {error.strerror}; give a folder that can be written") from None
         return
     if name is None:
         raise MoeZooError("card: no preset given; name one, or give --all FOLDER; moe-zoo list shows them")
@@ -214,8 +218,7 @@ def _operate(name: str, out: Path, as_json: bool, operate: Any) -> None:
     from moe_zoo.models.upstream import with_decoder
     from moe_zoo.spec.profile import parameters_text, profile
 
-    if out.exists() and any(out.iterdir()):
-        raise MoeZooError(f"{out}: not empty; nothing is written over; choose a folder that is new")
+    _new_folder(out)
     before = load(name, dtype="auto")
     made = operate(before.model)
     change = largest_change(before.model, made)
@@ -232,14 +235,27 @@ def _operate(name: str, out: Path, as_json: bool, operate: Any) -> None:
     _print(told, line, as_json)
 
 
+def _new_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(out.iterdir())
+    except OSError as error:
+        raise MoeZooError(f"{out}: {error.strerror}; a folder is made there; choose another place") from None
+    if not is_empty:
+        raise MoeZooError(f"{out}: not empty; nothing is written over; choose a folder that is new")
+
+
 def _usage(model: "SparseDecoder", name: str, text: Path) -> Any:
+    """Tokens that chose each expert, of a text read row by row: attention to all of it would not fit."""
     import torch
 
     from moe_zoo.models.surgery import measure_usage
-    from moe_zoo.models.tokenizer import read_tokenizer
+    from moe_zoo.models.tokenizer import check_ids, read_tokenizer
 
-    ids = read_tokenizer(name)(_read(text))["input_ids"]
-    return measure_usage(model, torch.tensor([ids]))
+    ids = check_ids(list(read_tokenizer(name)(_read(text))["input_ids"]), model.architecture.vocab_size, name)
+    if not ids:
+        raise MoeZooError(f"--text: {text}; it holds no token; give a longer one")
+    return sum(measure_usage(model, row[None]) for row in torch.tensor(ids).split(ROW))
 
 
 def _architecture(name: str) -> "Architecture":

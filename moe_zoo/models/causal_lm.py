@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.decoder import SparseDecoder
-from moe_zoo.models.pretrained import MoeZooPreTrainedModel
+from moe_zoo.models.pretrained import MoeZooPreTrainedModel, token_loss
 from moe_zoo.spec.errors import MoeZooError
 
 
@@ -34,11 +34,13 @@ class MoeZooForCausalLM(MoeZooPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of the last ``logits_to_keep`` positions (0: all); with ``labels`` the mean token loss.
 
-        The loss holds no router losses: train with a recipe, whose balance is exact in every layout.
+        Over ``num_items_in_batch`` tokens, where a trainer adds up the losses of several batches. The loss holds no router
+        losses: train with a recipe, whose balance is exact in every layout.
         """
         if self.model.architecture.experts_choose:
             check_rows_are_whole(attention_mask, is_continued=bool(use_cache) or past_key_values is not None)
@@ -53,8 +55,7 @@ class MoeZooForCausalLM(MoeZooPreTrainedModel, GenerationMixin):
         logits = self.model(input_ids, position_ids, mask, cache=past_key_values).logits
         loss = None
         if labels is not None:
-            targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            loss = token_loss(logits, F.pad(labels[:, 1:], (0, 1), value=-100), num_items_in_batch)
         return CausalLMOutputWithPast(loss, logits[:, -logits_to_keep:], past_key_values)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,8 +7,8 @@ import torch
 
 from moe_zoo.models.hub import load
 from moe_zoo.models.source import Source
-from moe_zoo.models.tokenizer import read_tokenizer
-from moe_zoo.spec.errors import CheckpointError, MoeZooError
+from moe_zoo.models.tokenizer import check_ids, read_tokenizer
+from moe_zoo.spec.errors import MoeZooError
 from moe_zoo.spec.presets import preset_names
 
 # Ours, and in nobody's training data word by word: prose, then code.
@@ -49,13 +49,9 @@ def first_loss(name: str, text: str | None = None, tokenizer: str | None = None)
     source = Source(name)
     reader = read_tokenizer(tokenizer or str(source.folder))
     model = load(name)
-    ids = torch.tensor([reader(text or SAMPLE)["input_ids"]])
+    read = list(reader(SAMPLE if text is None else text)["input_ids"])
+    if len(read) < 2:
+        raise MoeZooError(f"check: the text is {len(read)} tokens; a loss needs at least two; give a longer one")
     vocab_size = model.model.architecture.vocab_size
-    if ids.max() >= vocab_size:
-        raise CheckpointError(
-            f"check: {name}; its tokenizer gives id {int(ids.max())}, the model has {vocab_size} rows; the tokenizer is "
-            f"another model's; give the right one with --tokenizer"
-        )
-    if ids.shape[1] < 2:
-        raise MoeZooError(f"check: the text is {ids.shape[1]} tokens; a loss needs at least two; give a longer one")
+    ids = torch.tensor([check_ids(read, vocab_size, f"check: {name}")])
     return FirstLoss(name, model(ids, labels=ids).loss.item(), math.log(vocab_size), ids.shape[1])

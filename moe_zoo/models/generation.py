@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moe_zoo.models.hub import load, without_progress_bars
-from moe_zoo.models.tokenizer import read_tokenizer
+from moe_zoo.models.tokenizer import check_ids, read_tokenizer
 from moe_zoo.spec.errors import CheckpointError
 from moe_zoo.spec.presets import preset_names
 
@@ -23,7 +23,9 @@ def generate_text(model: str | Path, prompt: str, *, num_tokens: int, temperatur
     with without_progress_bars():
         network = load(folder)
     tokenizer = read_tokenizer(folder)
-    ids = _prompt_ids(network, tokenizer, prompt)
+    ids = check_ids(
+        _prompt_ids(network, tokenizer, prompt), network.model.architecture.vocab_size, f"generate: {model}"
+    )
     if not ids:
         raise CheckpointError(f"generate: {model}; it has no token that begins a text; give a prompt")
     torch.manual_seed(seed)

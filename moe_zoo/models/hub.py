@@ -14,6 +14,7 @@ from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.init import initialize
 from moe_zoo.models.seq2seq_lm import MoeZooForSeq2SeqLM, model_class
 from moe_zoo.models.source import Source
+from moe_zoo.models.switch import make_network
 from moe_zoo.models.upstream import load_upstream
 from moe_zoo.spec.accounting import weight_bytes
 from moe_zoo.spec.architecture import Architecture
@@ -38,6 +39,7 @@ def load(
     source = Source(name)
     _check_fits(str(name), source.architecture, 2 if dtype == "auto" else dtype.itemsize)
     if source.family is None:
+        _check_weights(source)
         model = model_class(source.architecture).from_pretrained(source.folder, dtype=dtype, **kwargs)
         model.companions = source.folder
         return model
@@ -52,6 +54,24 @@ def _check_fits(name: str, architecture: Architecture, itemsize: int) -> None:
             f"load: {name}; its weights at {itemsize} bytes each are {needed / 2**30:,.1f} GiB, {free / 2**30:,.1f} GiB of "
             f"memory are free; train it from a recipe, which gives each rank its share, or load a smaller model"
         )
+
+
+def _check_weights(source: Source) -> None:
+    """Refuse a folder of ours that is not whole: transformers would draw what is missing, and say so in a warning."""
+    with torch.device("meta"):
+        network = make_network(source.architecture)
+    wanted = {f"model.{name}": values for name, values in (*network.named_parameters(), *network.named_buffers())}
+    copy = {"model.head.weight"} if source.architecture.tie_embeddings else set()
+    if unknown := sorted(source.files.file_of.keys() - wanted.keys() - copy):
+        raise CheckpointError(
+            f"{source.files.where(unknown[0])}; the model of config.json has no such weight; one of the two is another model's"
+        )
+    for name, values in wanted.items():
+        if (shape := source.files.shape(name)) != tuple(values.shape):
+            raise CheckpointError(
+                f"{source.files.where(name)}: shape {shape}; config.json says {tuple(values.shape)}; one of the two is another "
+                f"model's"
+            )
 
 
 def from_architecture(architecture: Architecture, **config: Any) -> MoeZooForCausalLM | MoeZooForSeq2SeqLM:

@@ -4,13 +4,15 @@ The models and what they import from moe_zoo are also written, as one file, besi
 ``trust_remote_code=True`` it loads where moe-zoo is not installed.
 """
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -39,6 +41,16 @@ class MoeZooPreTrainedModel(PreTrainedModel):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.model.head = value
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As transformers does it, and the numbers that are saved say so."""
+        made = super().resize_token_embeddings(*args, **kwargs)
+        self.model.architecture = dataclasses.replace(self.model.architecture, vocab_size=made.num_embeddings)
+        self.config.architecture = self.model.architecture.to_dict()
+        return made
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, every_n_layers: int = 1
@@ -73,6 +85,12 @@ class MoeZooPreTrainedModel(PreTrainedModel):
         (Path(save_directory) / REMOTE_FILE).write_text(remote_code())
         if self.companions is not None:
             importlib.import_module("moe_zoo.models.upstream").copy_companions(self, Path(save_directory))
+
+
+def token_loss(logits: Tensor, targets: Tensor, num_items: Tensor | int | None) -> Tensor:
+    """Mean over the targets that are not -100, or their sum over ``num_items``."""
+    flat = logits.flatten(0, 1).float(), targets.flatten()
+    return F.cross_entropy(*flat) if num_items is None else F.cross_entropy(*flat, reduction="sum") / num_items
 
 
 def recompute_in_training(block: nn.Module, run: Callable | None) -> None:

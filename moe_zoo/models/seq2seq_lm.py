@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.config import MoeZooConfig
-from moe_zoo.models.pretrained import MoeZooPreTrainedModel
+from moe_zoo.models.pretrained import MoeZooPreTrainedModel, token_loss
 from moe_zoo.models.switch import SparseEncoderDecoder
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import MoeZooError
@@ -41,11 +41,13 @@ class MoeZooForSeq2SeqLM(MoeZooPreTrainedModel, GenerationMixin):
         past_key_values: Any = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
         """Logits of the decoder's tokens; with ``labels`` the mean token loss of the decoder that reads them shifted.
 
-        The loss holds no router losses: train with a recipe, whose balance is exact in every layout.
+        Over ``num_items_in_batch`` tokens, where a trainer adds up the losses of several batches. The loss holds no router
+        losses: train with a recipe, whose balance is exact in every layout.
         """
         if encoder_outputs is None:
             encoder_outputs = self.get_encoder()(input_ids=input_ids, attention_mask=attention_mask)
@@ -66,7 +68,7 @@ class MoeZooForSeq2SeqLM(MoeZooPreTrainedModel, GenerationMixin):
         )
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+            loss = token_loss(logits, labels, num_items_in_batch)
         return Seq2SeqLMOutput(loss, logits, past_key_values, encoder_last_hidden_state=memory)
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:

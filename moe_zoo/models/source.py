@@ -50,7 +50,7 @@ class Source:
         """As transformers reads it."""
         try:
             return self._config()
-        except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = " ".join(str(error).split())
             raise CheckpointError(
                 f"{self.name}: config.json: {reason}; transformers does not take it as a {self.family_name}; fetch it again"
@@ -72,7 +72,14 @@ class Source:
     @cached_property
     def architecture(self) -> Architecture:
         """Its numbers."""
-        return self.family.read(self.config) if self.family else self.config.to_architecture()
+        config = self.config
+        try:
+            return self.family.read(config) if self.family else config.to_architecture()
+        except (AttributeError, TypeError, KeyError, IndexError) as error:  # a key that is missing, or of another kind
+            raise CheckpointError(
+                f"{self.name}: config.json: {' '.join(str(error).split())}; it does not say what a {self.family_name} is; "
+                f"fetch it again"
+            ) from None
 
     @cached_property
     def files(self) -> WeightFiles:
@@ -178,7 +185,7 @@ def _fetched(name: str, patterns: list[str]) -> Path:
 def config_values(folder: Path) -> dict[str, Any]:
     """``config.json``. Raises ``CheckpointError`` if it is none."""
     try:
-        return PretrainedConfig.get_config_dict(folder)[0]
-    except (OSError, ValueError) as error:
+        return dict(PretrainedConfig.get_config_dict(folder)[0])
+    except (OSError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{folder / 'config.json'}: {reason}; the file is damaged; fetch it again") from None

@@ -54,15 +54,15 @@ def upcycle(
 def split_experts(model: SparseDecoder, parts: int) -> SparseDecoder:
     """Each expert becomes ``parts`` narrower ones, and a token visits as many times more.
 
-    The function stays: the parts of an expert share its router row, so they are chosen together. Refused where groups
-    are ranked by their two best experts, which would both be parts of one.
+    The function stays where no token is dropped: the parts of an expert share its router row, so they are chosen
+    together. Refused where they would change each other's weight or the groups' ranks.
     """
     arch, moe = model.architecture, _moe(model)
-    if moe.experts.d_ff % parts:
+    if parts < 1 or moe.experts.d_ff % parts:
         raise MoeZooError(
             f"split-experts: parts {parts}; must divide the experts' width {moe.experts.d_ff}; try another number"
         )
-    _check_groups(moe.router, "split-experts")
+    _check_copies(moe.router, "split-experts", moe.router.top_k * parts)
     factor = parts if _shares_weight(moe.router) else 1
     router = replace(moe.router, num_experts=moe.router.num_experts * parts, top_k=moe.router.top_k * parts)
     made = replace(arch, moe=replace(moe, router=router, experts=replace(moe.experts, d_ff=moe.experts.d_ff // parts)))
@@ -70,25 +70,25 @@ def split_experts(model: SparseDecoder, parts: int) -> SparseDecoder:
     def edit(layer: Tensors) -> Tensors:
         stacks = {name.removeprefix("experts."): them for name, them in layer.items() if name.startswith("experts.")}
         split = _split_stack(stacks, parts, moe.experts.gated, factor)
-        rows = {name: rows.repeat_interleave(parts, 0) for name, rows in layer.items() if name.startswith("router.")}
+        rows = _repeated(moe.router, {n: them for n, them in layer.items() if n.startswith("router.")}, parts)
         return rows | {f"experts.{name}": stack for name, stack in split.items()}
 
     return rebuilt(model, made, _edited(model, lambda _, layer: edit(layer)))
 
 
 def grow_experts(model: SparseDecoder, copies: int, *, top_k: int | None = None) -> SparseDecoder:
-    """Each expert ``copies`` times. By default a token visits all copies of what it visited: the function stays.
-
-    With another ``top_k`` it stays where that one is 1 and the weights do not share a sum; elsewhere it changes.
+    """Each expert ``copies`` times. By default a token visits all copies of what it visited: the function stays
+    where no token is dropped. Where it was 1, ``top_k`` 1 keeps it too, unless the weights share a sum of which they keep
+    their part; elsewhere it changes.
     """
     arch, moe = model.architecture, _moe(model)
-    _check_groups(moe.router, "grow-experts")
+    _check_copies(moe.router, "grow-experts", top_k or moe.router.top_k * copies)
     visits_all = top_k is None or top_k == moe.router.top_k * copies
     factor = 1 / copies if visits_all and not _shares_weight(moe.router) else 1.0
     router = replace(moe.router, num_experts=moe.router.num_experts * copies, top_k=top_k or moe.router.top_k * copies)
 
     def edit(layer: Tensors) -> Tensors:
-        grown = {name: values.repeat_interleave(copies, 0) for name, values in layer.items()}
+        grown = _repeated(moe.router, layer, copies)
         return grown | {name: grown[name] * factor for name in ("experts.w_down", "experts.down_bias") if name in grown}
 
     made = replace(arch, moe=replace(moe, router=router))
@@ -101,7 +101,7 @@ def prune_experts(model: SparseDecoder, keep: list[list[int]], top_k: int | None
     With softmax scores that are not normalised, the probability of what is gone goes to those that stay.
     """
     arch, moe = model.architecture, _moe(model)
-    sizes = {len(kept) for kept in keep}
+    sizes = {len(set(kept) & set(range(moe.router.num_experts))) for kept in keep} | {len(kept) for kept in keep}
     if len(keep) != len(arch.sparse_layers) or len(sizes) != 1 or moe.router.num_groups > 1:
         raise MoeZooError(
             f"prune-experts: {len(keep)} lists of {sorted(sizes)} experts, {moe.router.num_groups} groups; every sparse "
@@ -120,7 +120,7 @@ def merge_experts(model: SparseDecoder, size: int, usage: Tensor, top_k: int | N
     """Each ``size`` alike experts become their mean, weighted by ``usage`` (L, E), tokens that chose each.
 
     Alike are those whose router rows point the same way as that of a much used one. The function stays where what is
-    merged was equal and weights are normalised. Source: M-SMoE, arXiv:2310.01334, section 3.
+    merged was equal, weights are normalised, and ``top_k`` is lowered by as much. Source: M-SMoE, arXiv:2310.01334, section 3.
     """
     arch, moe = model.architecture, _moe(model)
     E = moe.router.num_experts
@@ -144,6 +144,7 @@ def merge_experts(model: SparseDecoder, size: int, usage: Tensor, top_k: int | N
 @torch.no_grad()
 def measure_usage(model: SparseDecoder, ids: Tensor) -> Tensor:
     """(L, E) tokens of ``ids`` (batch, seq) that chose each expert."""
+    _moe(model)
     return model(ids).stats.counts.sum(1)
 
 
@@ -233,7 +234,26 @@ def _moe(model: SparseDecoder) -> MoESpec:
     return model.architecture.moe
 
 
-def _check_groups(router: RouterSpec, verb: str) -> None:
+def _repeated(router: RouterSpec, layer: Tensors, times: int) -> Tensors:
+    """Each expert's entries ``times`` times. A softmax gives each copy a part of the score, and its bias follows."""
+    made = {name: values.repeat_interleave(times, 0) for name, values in layer.items()}
+    if "router.selection_bias" in made and router.score == "softmax":
+        made["router.selection_bias"] = made["router.selection_bias"] / times
+    return made
+
+
+def _check_copies(router: RouterSpec, verb: str, top_k: int) -> None:
+    """Refuse routers under which copies of an expert do not do what it did."""
+    if router.score == "sparsemixer":
+        raise MoeZooError(
+            f"{verb}: router.score sparsemixer; a choice is weighed against the experts near it, of which a copy would be "
+            f"one; no remedy is known"
+        )
+    if router.scales_input and top_k > 1:
+        raise MoeZooError(
+            f"{verb}: router.scales_input true; an expert is given the scaled token, and a token visits one alone; "
+            f"grow-experts --top-k 1 copies experts and visits one"
+        )
     if router.num_groups > 1 and router.group_score == "top2":
         raise MoeZooError(
             f"{verb}: router.group_score top2; both best experts of a group would be parts or copies of one, and other "
@@ -242,6 +262,8 @@ def _check_groups(router: RouterSpec, verb: str) -> None:
 
 
 def _check_upcycling(arch: Architecture, num_experts: int, top_k: int, granularity: int) -> None:
+    if arch.encoder is not None:
+        raise MoeZooError("upcycle: the model has an encoder; surgery is done on decoders alone; give one")
     if arch.moe is not None:
         raise MoeZooError(
             "upcycle: the model is sparse already; split-experts and grow-experts change it; give a dense one"

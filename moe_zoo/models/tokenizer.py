@@ -7,6 +7,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from moe_zoo.spec.errors import CheckpointError
 
 
+def check_ids(ids: list[int], vocab_size: int, where: str) -> list[int]:
+    """``ids``, if the model has a row for each. Raises ``CheckpointError``."""
+    if ids and max(ids) >= vocab_size:
+        raise CheckpointError(
+            f"{where}; its tokenizer gives id {max(ids)}, the model has {vocab_size} rows; the tokenizer is another model's; "
+            f"give the right one with --tokenizer where the command has it, or copy its files beside the model"
+        )
+    return ids
+
+
 def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub id. Raises ``CheckpointError`` if there is none."""
     try:

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.config import MoeZooConfig
 from moe_zoo.models.families import FAMILIES, Family
-from moe_zoo.models.mapping import upstream_tensors
+from moe_zoo.models.mapping import rules_by_parameter, upstream_tensors
 from moe_zoo.models.seq2seq_lm import MoeZooForSeq2SeqLM, model_class
 from moe_zoo.models.source import Source, difference
 from moe_zoo.models.switch import Network
@@ -28,6 +28,7 @@ NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")  # of another family's configuration
 TOKENIZER_FILES = (
     "tokenizer*",
+    "*.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
@@ -38,25 +39,38 @@ TOKENIZER_FILES = (
 
 
 def load_upstream(source: Source, dtype: torch.dtype | None = torch.float32) -> MoeZooForCausalLM | MoeZooForSeq2SeqLM:
-    """The model of a folder that another library wrote; ``dtype`` None keeps that of each tensor."""
+    """The model of a folder that another library wrote; ``dtype`` None keeps that of each tensor, and
+    what is quantised comes in bf16, as its makers convert it.
+    """
     config, architecture = source.config, source.architecture
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
     ids = {name: getattr(config, name, None) for name in names}
     with torch.device("meta"):
         kind = model_class(architecture)
         model = kind(MoeZooConfig(architecture=architecture.to_dict(), upstream=config.to_dict(), **ids))
+    source.files.quantised_as = dtype or torch.bfloat16
     _fill(model.model, source, dtype)
     model.tie_weights()
     _check_copies(source)
-    if left := [name for name in source.files.unused() if not _is_beyond(name, architecture)]:
+    if left := [name for name in source.files.unused() if not _is_beyond(name, source)]:
         raise CheckpointError(
             f"{source.folder}: {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}; "
             f"{source.family.model_type} has no such weight; the files are another model's than config.json says"
         )
     if (source.folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source.folder)
+        model.generation_config = _generation_config(source.folder)
     model.companions = source.folder
     return model.eval()
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{folder / 'generation_config.json'}: {reason}; the file is damaged; fetch it again, or remove it"
+        ) from None
 
 
 @torch.no_grad()
@@ -75,11 +89,15 @@ def _fill(model: Network, source: Source, dtype: torch.dtype | None) -> None:
 
 def _check_copies(source: Source) -> None:
     """Tensors that a folder holds twice must be the same."""
-    for copy, original in source.family.aliases(source.architecture).items():
+    copies = source.family.aliases(source.architecture)
+    rules = rules_by_parameter(source.family, source.architecture)
+    if source.architecture.tie_embeddings and "head.weight" in rules:
+        copies = copies | {rules["head.weight"][0].theirs: rules["embed.weight"][0].theirs}
+    for copy, original in copies.items():
         if copy in source.files.file_of and not torch.equal(source.files.read(copy), source.files.read(original)):
             raise CheckpointError(
-                f"{source.folder}: {copy}; it is not equal to {original}, and this family has but one of them; train "
-                f"the two as one, or load the model with transformers"
+                f"{source.folder}: {copy}; it is not equal to {original}, and config.json makes them one; say otherwise "
+                f"there (tie_word_embeddings) where the family can, or load the model with transformers"
             )
 
 
@@ -93,11 +111,12 @@ def _checked(source: Source, name: str, meta: Tensor) -> Tensor:
     return values.contiguous()
 
 
-def _is_beyond(name: str, architecture: Architecture) -> bool:
-    """Tensors that no forward reads: layers behind the last (multi-token prediction), and stored rotations."""
+def _is_beyond(name: str, source: Source) -> bool:
+    """Tensors that no forward reads: those of multi-token prediction, behind the last layer or apart, and rotations."""
+    num_layers, more = source.architecture.num_layers, source.values_there.get("num_nextn_predict_layers") or 0
     match = re.match(r"model\.layers\.(\d+)\.", name)
-    tied = name == "lm_head.weight" and architecture.tie_embeddings
-    return bool(match and int(match[1]) >= architecture.num_layers) or name.endswith("inv_freq") or tied
+    is_behind = match is not None and num_layers <= int(match[1]) < num_layers + more
+    return is_behind or name.startswith(("model.mtp.", "model.mtp_")) or name.endswith("inv_freq")
 
 
 def _copies(family: Family, architecture: Architecture, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -141,21 +160,34 @@ def with_decoder(
 
 
 def save_upstream(
-    model: MoeZooForCausalLM | MoeZooForSeq2SeqLM, folder: Path, max_shard_size: str = "5GB", **_: object
+    model: MoeZooForCausalLM | MoeZooForSeq2SeqLM,
+    folder: Path,
+    max_shard_size: str = "5GB",
+    state_dict: dict[str, Tensor] | None = None,
+    is_main_process: bool = True,
+    **_: object,
 ) -> None:
-    """Write what transformers, vLLM and SGLang load: the family's configuration and names, each expert by itself."""
+    """Write what transformers, vLLM and SGLang load: the family's configuration and names, each expert by itself.
+
+    ``state_dict`` is that of the whole model, where a trainer gathered it.
+    """
+    if not is_main_process:
+        return
     upstream = dict(model.config.upstream)
     family = FAMILIES[upstream["model_type"]]
     values = upstream | family.write(model.model.architecture)
     config = family.make_config({key: value for key, value in values.items() if key != "model_type"})
+    config.dtype = model.dtype  # else transformers would round to what the model was loaded from
     if family.is_in_transformers:
         is_seq2seq = model.model.architecture.encoder is not None
         known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if is_seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         config.architectures = [known[family.model_type]]
     config.dtype = model.dtype
     folder.mkdir(parents=True, exist_ok=True)
-    named = [*model.model.named_parameters(), *model.model.named_buffers()]
-    tensors = dict(upstream_tensors(family, model.model.architecture, ((n, values.detach()) for n, values in named)))
+    named = {name.removeprefix("model."): values for name, values in (state_dict or model.state_dict()).items()}
+    if model.model.architecture.tie_embeddings:
+        named.pop("head.weight", None)
+    tensors = dict(upstream_tensors(family, model.model.architecture, named.items()))
     tensors |= _copies(family, model.model.architecture, tensors)
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
     config.save_pretrained(folder)

@@ -1,6 +1,7 @@
 """The safetensors of a folder, read one tensor at a time, quantised ones as the numbers that they stand for."""
 
 import json
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,16 @@ class WeightFiles:
 
     def __init__(self, folder: Path):
         self.folder, self.seen = folder, set()
+        self.quantised_as = torch.float32  # what FP8 and MXFP4 weights come as
         self.open_files: dict[str, Any] = {}
         self.file_of = self._index()
 
     def read(self, name: str, entries: range | None = None) -> Tensor:
-        """A tensor, or ``entries`` of its first dimension alone. FP8 and MXFP4 weights come as fp32."""
+        """A tensor, or ``entries`` of its first dimension alone. FP8 and MXFP4 weights come as ``quantised_as``."""
         if name + MX_BLOCKS in self.file_of:
             # As gpt-oss has it: (experts, outputs, inputs) when unpacked, and inputs first where it is not packed.
             blocks, scales = (self._stored(name + end, entries) for end in (MX_BLOCKS, MX_SCALES))
-            return from_mxfp4(blocks, scales).transpose(-1, -2)
+            return from_mxfp4(blocks, scales).transpose(-1, -2).to(self.quantised_as)
         values = self._stored(name, entries)
         if values.dtype not in FP8:
             return values
@@ -44,7 +46,11 @@ class WeightFiles:
                 f"{self.folder}: {name}; FP8 of shape {tuple(values.shape)}; moe-zoo reads FP8 matrices with a scale per "
                 f"block, one tensor each; convert the checkpoint to bf16"
             )
-        return self._unscaled(name, values)
+        return self._unscaled(name, values).to(self.quantised_as)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, which is not read."""
+        return tuple(self._asked(name, lambda file: file.get_slice(name).get_shape()))
 
     def __contains__(self, name: str) -> bool:
         return name in self.file_of or name + MX_BLOCKS in self.file_of
@@ -62,8 +68,13 @@ class WeightFiles:
     def fp8_block(self) -> tuple[int, int]:
         """Rows and columns that share a scale."""
         config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-        rows, columns = config.get("quantization_config", {}).get("weight_block_size") or FP8_BLOCK
-        return rows, columns
+        block = (config.get("quantization_config") or {}).get("weight_block_size") or FP8_BLOCK
+        if not isinstance(block, list | tuple) or [type(size) for size in block] != [int, int]:
+            raise CheckpointError(
+                f"{self.folder / 'config.json'}: weight_block_size: {block}; FP8 has a scale per block of rows and columns; "
+                f"give two numbers, as [128, 128]"
+            )
+        return block[0], block[1]
 
     def _unscaled(self, name: str, values: Tensor) -> Tensor:
         scales, block = self._stored(name + FP8_SCALE), self.fp8_block
@@ -76,15 +87,22 @@ class WeightFiles:
         return from_fp8_blocks(values, scales, block)
 
     def _stored(self, name: str, entries: range | None = None) -> Tensor:
+        def read(file: Any) -> Tensor:
+            return file.get_tensor(name) if entries is None else file.get_slice(name)[entries.start : entries.stop]
+
+        values: Tensor = self._asked(name, read)
+        self.seen.add(name)
+        return values
+
+    def _asked(self, name: str, ask: Callable[[Any], Any]) -> Any:
+        """What ``ask`` gets of the file that holds a tensor."""
         if name not in self.file_of:
             raise CheckpointError(
                 f"{self.folder}: {name}; no file of the folder has it; the download is incomplete or another model's"
             )
         path = self.folder / self.file_of[name]
         try:
-            file = self._opened(self.file_of[name])
-            self.seen.add(name)
-            return file.get_tensor(name) if entries is None else file.get_slice(name)[entries.start : entries.stop]
+            return ask(self._opened(self.file_of[name]))
         except (SafetensorError, OSError) as error:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{path}: {name}; {reason}; fetch the file again") from None
@@ -121,10 +139,13 @@ class WeightFiles:
     def _sharded(self) -> dict[str, str]:
         try:
             file_of: dict[str, str] = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError):
+            is_map = all(isinstance(file, str) for file in file_of.values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            is_map = False
+        if not is_map:
             raise CheckpointError(
                 f"{self.folder / INDEX}: it is no JSON with a weight_map; the file is truncated or damaged; fetch it again"
-            ) from None
+            )
         for missing in sorted({file for file in file_of.values() if not (self.folder / file).is_file()}):
             raise CheckpointError(f"{self.folder}: {missing}; {INDEX} names it and it is not there; fetch it")
         return file_of

@@ -133,3 +133,27 @@ def test_text_from_a_model_of_another_family(capsys, folders):
     assert code == 0 and text.startswith("def main("), err
     code, _, err = run(capsys, "generate", str(folders / "sparse"), "--tokens", "5")  # this tokenizer adds no bos
     assert (code, err.count("\n")) == (2, 1) and "give a prompt" in err
+
+
+def test_a_text_or_a_place_that_will_not_do_is_one_line(capsys, folders, tmp_path):
+    theirs("qwen3_moe", QWEN).save_pretrained(tmp_path / "small")  # a vocabulary of 48
+    for file in TOKENIZER.glob("tokenizer*"):
+        shutil.copy2(file, tmp_path / "small")
+    for name, words in (("text", "def count(animals):\n" * 400), ("empty", "")):
+        (tmp_path / name).write_text(words)
+    sparse, dense, small, out = *(str(folders / name) for name in ("sparse", "dense")), str(tmp_path / "small"), "out"
+    prune = ("--experts", "4", "--text", str(tmp_path / "text"))
+    for words, told in (
+        (("prune-experts", small, str(tmp_path / out), *prune), "the tokenizer is another model's"),
+        (("generate", small, "def count("), "the tokenizer is another model's"),
+        (("prune-experts", dense, str(tmp_path / out), *prune), "experts: the model is dense"),
+        (("prune-experts", sparse, str(tmp_path / out), *prune[:-1], str(tmp_path / "empty")), "it holds no token"),
+        (("check", sparse, "--text", str(tmp_path / "empty")), "check: the text is 0 tokens"),
+        (("prune-experts", sparse, str(tmp_path / "text"), *prune), "choose another place"),
+        (("prune-experts", sparse, str(tmp_path / "text" / "x"), *prune), "choose another place"),
+        (("card", "--all", str(tmp_path / "text")), "give a folder that can be written"),
+    ):
+        code, _, err = run(capsys, *words)
+        assert (code, err.count("error: ")) == (2, 1) and told in err.splitlines()[-1], err
+    code, _, err = run(capsys, "prune-experts", sparse, str(tmp_path / out), *prune)  # more than is read at once
+    assert code == 0, err

@@ -16,6 +16,7 @@ from moe_zoo.models.families.base import (
     common_back,
     heads,
     moe_rules,
+    refused,
     swiglu,
 )
 from moe_zoo.spec.architecture import Architecture, AttentionSpec, MoESpec, RouterSpec
@@ -37,6 +38,8 @@ def _moe(config: PretrainedConfig, has_bias: bool) -> MoESpec:
     router = RouterSpec(num_experts=config.moe_num_experts, top_k=config.moe_k, normalize=True, selection_bias=True)
     start, every = config.moe_layer_start_index, config.moe_layer_interval
     turns = [i for i in range(config.num_hidden_layers) if i >= start and (i + 1) % every == 0]
+    if not turns:
+        raise refused(config, "moe_layer_start_index", start, "a sparse layer")
     shared = config.moe_intermediate_size * config.moe_num_shared_experts
     return MoESpec(
         router=router,

@@ -57,6 +57,8 @@ def _attention(config: PretrainedConfig, rotated: list[int]) -> dict[str, Any]:
 def _moe(config: PretrainedConfig) -> MoESpec:
     router = RouterSpec(num_experts=config.num_local_experts, score="sigmoid", scales_input=True)
     experts = swiglu(config.intermediate_size)
+    if not config.moe_layers:
+        raise refused(config, "moe_layers", config.moe_layers, "a sparse layer")
     layers = only_layers(sorted(config.moe_layers), config.num_hidden_layers)
     return MoESpec(router=router, experts=experts, shared=experts, **layers)
 

@@ -118,12 +118,6 @@ def test_tokenizer_and_generation_settings_travel_with_a_model(tmp_path):
     assert again.generation_config.temperature == 0.7
 
 
-def test_the_tokenizer_of_a_model_of_ours_travels_too(folder, tmp_path):
-    moe_zoo.load(folder).save_pretrained(tmp_path / "again")
-    for file in TOKENIZER.glob("tokenizer*"):
-        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
-
-
 def test_half_the_bits_stay_half_the_bits(tmp_path):
     theirs("qwen3_moe", QWEN).bfloat16().save_pretrained(tmp_path / "theirs")
     model = moe_zoo.load(tmp_path / "theirs", dtype="auto")
@@ -134,3 +128,55 @@ def test_half_the_bits_stay_half_the_bits(tmp_path):
     assert again.dtype == torch.bfloat16
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype="auto").state_dict()
     assert all(torch.equal(tensor, before[name]) for name, tensor in again.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "file", ["tokenizer.json", "spiece.model", "tiktoken.model"]
+)  # the latter of Switch and Kimi K2
+@pytest.mark.parametrize("kind", ["theirs", "ours"])
+def test_every_kind_of_tokenizer_travels_with_every_kind_of_model(model, kind, file, tmp_path):
+    made = model if kind == "ours" else theirs("qwen3_moe", QWEN)
+    made.save_pretrained(tmp_path / "before")
+    (tmp_path / "before" / file).write_text("text")
+    moe_zoo.load(tmp_path / "before").save_pretrained(tmp_path / "after")
+    assert (tmp_path / "after" / file).read_text() == "text"
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("kind", ["theirs", "ours", "switch_transformers"])
+def test_a_vocabulary_of_another_size_is_saved(kind, is_tied, tmp_path):
+    if kind == "theirs":
+        theirs("qwen3_moe", QWEN | {"tie_word_embeddings": is_tied}).save_pretrained(tmp_path / "before")
+        made = moe_zoo.load(tmp_path / "before")
+    else:
+        values = moe_zoo.load_preset("topk-lm-test" if kind == "ours" else "switch-encdec-test").to_dict()
+        made = from_architecture(Architecture.from_dict(values | {"tie_embeddings": is_tied}))
+        initialize(made.model, seed=3)
+    size = made.config.vocab_size + 3
+    made.eval().resize_token_embeddings(size)
+    made.save_pretrained(tmp_path / "after")
+    again = moe_zoo.load(tmp_path / "after")
+    ids = {"input_ids": torch.tensor([[1, 2, size - 1]])}
+    ids |= {"decoder_input_ids": ids["input_ids"]} if kind == "switch_transformers" else {}
+    assert again.config.vocab_size == again.model.architecture.vocab_size == size
+    assert torch.equal(again(**ids).logits, made(**ids).logits) and again(**ids).logits.shape[-1] == size
+    if kind == "theirs":
+        torch.testing.assert_close(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "after")(**ids).logits, made(**ids).logits
+        )
+
+
+def test_the_losses_of_a_trainer_s_micro_batches_add_up(model):
+    whole = model(IDS, labels=IDS).loss
+    parts = [model(row[None], labels=row[None], num_items_in_batch=10).loss for row in IDS]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_what_a_trainer_gathered_is_what_is_saved(tmp_path):
+    theirs("qwen3_moe", QWEN | {"tie_word_embeddings": True}).save_pretrained(tmp_path / "before")
+    made = moe_zoo.load(tmp_path / "before")
+    made.save_pretrained(tmp_path / "nothing", is_main_process=False)
+    assert not (tmp_path / "nothing").exists()
+    gathered = {name: values + 1 for name, values in made.state_dict().items()}
+    made.save_pretrained(tmp_path / "after", state_dict=gathered)
+    assert all(torch.equal(v, gathered[n]) for n, v in moe_zoo.load(tmp_path / "after").state_dict().items())

@@ -28,7 +28,11 @@ ROUTERS = {
     "sigmoid": RouterSpec(num_experts=6, top_k=2, score="sigmoid"),
     "deepseek": RouterSpec(num_experts=8, top_k=3, score="sigmoid", normalize=True, scale=2.5, selection_bias=True),
     "groups": RouterSpec(num_experts=8, top_k=2, num_groups=4, groups_per_token=2),
+    "ernie": RouterSpec(num_experts=6, top_k=2, normalize=True, selection_bias=True),
+    "biased": RouterSpec(num_experts=6, top_k=2, bias=True, selection_bias=True),
 }
+
+SCALED = RouterSpec(num_experts=6, score="sigmoid", scales_input=True)  # Llama 4
 
 
 def model_of(router: RouterSpec | None, gated: bool = True, tied: bool = False, bias: bool = True) -> SparseDecoder:
@@ -99,6 +103,8 @@ def test_all_copies_of_an_expert_are_the_expert(router):
 def test_one_copy_is_the_expert_where_weights_do_not_share_a_sum():
     model = model_of(replace(ROUTERS["sigmoid"], top_k=1))
     assert largest_change(model, grow_experts(model, 3, top_k=1)) < EXACT
+    scaled = model_of(SCALED)
+    assert largest_change(scaled, grow_experts(scaled, 3, top_k=1)) < EXACT
     shared = model_of(replace(ROUTERS["softmax"], top_k=1))
     assert largest_change(shared, grow_experts(shared, 3, top_k=1)) > 100 * EXACT
 
@@ -148,5 +154,15 @@ def test_what_cannot_be_done_is_said_in_a_line():
     top2 = replace(ROUTERS["groups"], group_score="top2")
     with pytest.raises(MoeZooError, match=r"^grow-experts: router.group_score top2; "):
         grow_experts(model_of(top2), 2)
+    for operate in (split_experts, grow_experts):
+        with pytest.raises(MoeZooError, match=r"-experts: router.score sparsemixer; "):
+            operate(model_of(RouterSpec(num_experts=6, top_k=2, score="sparsemixer", tolerance=0.4)), 2)
+        with pytest.raises(MoeZooError, match=r"-experts: router.scales_input true; "):
+            operate(model_of(SCALED), 2)
+    with pytest.raises(MoeZooError, match=r"^experts: the model is dense; "):
+        measure_usage(model_of(None), torch.tensor([[1]]))
+    for keep in ([0, 99], [0, 0]):
+        with pytest.raises(MoeZooError, match=r"^prune-experts: 2 lists of \[1, 2\] experts"):
+            prune_experts(model_of(ROUTERS["softmax"]), [keep, keep])
     with pytest.raises(MoeZooError, match=r"^prune-experts: 1 lists "):
         prune_experts(model_of(ROUTERS["softmax"]), [[0, 1]])

@@ -197,3 +197,111 @@ def test_a_model_in_mxfp4_is_the_model_that_its_numbers_stand_for(tmp_path):
     assert torch.equal(found(ids).logits, expected(ids).logits)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
     torch.testing.assert_close(found(ids).logits, reference(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("weight_map", [[1], None, {"x": 3}], ids=str)
+def test_an_index_that_maps_no_names_to_files(folder, weight_map):
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert refusal(folder).startswith(f"{index}: it is no JSON with a weight_map; ")
+
+
+@pytest.mark.parametrize("text", ["[1]", "null"])
+def test_a_config_that_holds_no_keys(folder, text):
+    (folder / "config.json").write_text(text)
+    assert refusal(folder).startswith(f"{folder / 'config.json'}: ")
+
+
+def test_a_config_that_lacks_what_its_family_needs(tmp_path):
+    theirs("deepseek_v2", DEEPSEEK | LATENT | {"topk_method": "group_limited_greedy"}).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | {"n_group": None}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert refusal(tmp_path).endswith("it does not say what a deepseek_v2 is; fetch it again")
+
+
+def test_generation_settings_that_are_no_json(folder):
+    (folder / "generation_config.json").write_text("{")
+    assert refusal(folder).startswith(f"{folder / 'generation_config.json'}: ")
+
+
+@pytest.mark.parametrize(("more", "is_read"), [(0, False), (1, True)])
+def test_layers_behind_the_last_are_left_out_only_where_the_config_has_them(folder, more, is_read):
+    values = json.loads((folder / "config.json").read_text())
+    values |= {"num_hidden_layers": 2, "num_nextn_predict_layers": more}
+    (folder / "config.json").write_text(json.dumps(values))
+    if is_read:
+        assert len(moe_zoo.load(folder).model.layers) == 2
+    else:
+        assert "model.layers.2.input_layernorm.weight and 23 more; qwen3_moe has no such weight" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["model.mtp.layers.0.x.weight", "model.mtp_block.0.x.weight"])  # MiMo, ERNIE
+def test_heads_that_predict_further_tokens_are_left_out(tmp_path, name):
+    theirs("qwen3_moe", QWEN).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {name: torch.zeros(1)}, tmp_path / "model.safetensors")
+    moe_zoo.load(tmp_path)
+
+
+def test_a_head_that_config_ties_and_the_files_do_not(tmp_path):
+    theirs("qwen3_moe", QWEN).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert refusal(tmp_path).startswith(f"{tmp_path}: lm_head.weight; it is not equal to model.embed_tokens.weight, ")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert moe_zoo.load(tmp_path).config.tie_word_embeddings
+
+
+def test_what_was_trained_in_fp32_is_not_rounded_by_the_config_of_a_bf16_base(tmp_path):
+    theirs("qwen3_moe", QWEN).bfloat16().save_pretrained(tmp_path / "base")
+    for dtype in (torch.float32, torch.bfloat16):
+        moe_zoo.load(tmp_path / "base", dtype=dtype).save_pretrained(tmp_path / "trained")
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "trained").dtype == dtype
+
+
+def test_quantised_weights_beside_bf16_ones_come_as_bf16_too(tmp_path):
+    theirs("deepseek_v3", DEEPSEEK | LATENT).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, values in list(tensors.items()):
+        tensors[name] = values.to(torch.bfloat16)
+        if name.endswith("proj.weight"):
+            tensors[name] = values.to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    values = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = moe_zoo.load(tmp_path, dtype="auto")
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert model(torch.tensor([[3, 4, 5]])).logits.dtype == torch.bfloat16
+
+
+OURS = {
+    "missing": (
+        lambda tensors: tensors.pop("model.norm.weight"),
+        r"model\.norm\.weight; no file of the folder has it; ",
+    ),
+    "unknown": (
+        lambda tensors: tensors.update({"model.x": torch.zeros(1)}),
+        r"model\.x; the model of config.json has no",
+    ),
+    "shape": (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(1)}), r"norm\.weight: shape \(1,\); "),
+}
+
+
+@pytest.mark.parametrize("damage", OURS)
+def test_a_folder_of_ours_is_whole_or_refused(tmp_path, damage):
+    moe_zoo.load("topk-lm-test").save_pretrained(tmp_path)
+    change, told = OURS[damage]
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=told):
+        moe_zoo.load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    assert "the file is truncated or damaged" in refusal(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "give a folder that holds a model's weights" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "moe_zoo"}')
+    assert refusal(tmp_path).endswith("it does not say what a moe_zoo is; fetch it again")
