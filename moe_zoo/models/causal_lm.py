@@ -28,7 +28,7 @@ class MoeZooForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = MoeZooConfig
     base_model_prefix = "model"
-    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
+    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock", "ShortcutBlock"]
     _supports_sdpa = True
     supports_gradient_checkpointing = True
     companions: Path | None = None  # folder whose tokenizer is saved with the model

@@ -23,7 +23,8 @@ class MoeZooConfig(PretrainedConfig):
         if architecture is not None:
             spec = self.to_architecture()
             self.vocab_size, self.hidden_size = spec.vocab_size, spec.d_model
-            self.num_hidden_layers, self.head_dim = spec.num_layers, spec.attention.head_dim
+            self.num_hidden_layers = spec.attentions_per_block * spec.num_layers  # entries of a cache
+            self.head_dim = spec.attention.head_dim
             self.num_attention_heads = spec.attention.num_heads
             self.num_key_value_heads = spec.attention.num_kv_heads
             self.num_experts = spec.num_experts

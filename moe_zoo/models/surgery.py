@@ -228,6 +228,11 @@ def _shares_weight(router: RouterSpec) -> bool:
 def _moe(model: SparseDecoder) -> MoESpec:
     if model.architecture.moe is None:
         raise MoeZooError("experts: the model is dense; there is nothing to change; moe-zoo upcycle makes it sparse")
+    if model.architecture.shortcut or model.architecture.num_scored > model.architecture.num_experts:
+        raise MoeZooError(
+            "experts: the model has blocks with a shortcut, or experts without weights; surgery of such is not built; "
+            "choose another model"
+        )
     return model.architecture.moe
 
 

@@ -41,7 +41,9 @@ def load_upstream(source: Source, dtype: torch.dtype | None = torch.float32) -> 
         model = MoeZooForCausalLM(MoeZooConfig(architecture=architecture.to_dict(), upstream=config.to_dict(), **ids))
     _fill(model.model, source, dtype)
     model.tie_weights()
-    if left := [name for name in source.files.unused() if not _is_beyond(name, architecture)]:
+    padding = source.family.padding(architecture)
+    unused = [name for name in source.files.unused() if name not in padding]
+    if left := [name for name in unused if not _is_beyond(name, architecture)]:
         raise CheckpointError(
             f"{source.folder}: {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}; "
             f"{source.family.model_type} has no such weight; the files are another model's than config.json says"
@@ -80,7 +82,8 @@ def _is_beyond(name: str, architecture: Architecture) -> bool:
     """Tensors that no forward reads: layers behind the last (multi-token prediction), and stored rotations."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     tied = name == "lm_head.weight" and architecture.tie_embeddings
-    return bool(match and int(match[1]) >= architecture.num_layers) or name.endswith("inv_freq") or tied
+    is_later = bool(match and int(match[1]) >= architecture.num_layers) or name.startswith("model.mtp.")
+    return is_later or name.endswith("inv_freq") or tied
 
 
 def family_that_fits(architecture: Architecture) -> str | None:
@@ -124,6 +127,8 @@ def save_upstream(model: MoeZooForCausalLM, folder: Path, max_shard_size: str = 
     folder.mkdir(parents=True, exist_ok=True)
     named = [*model.model.named_parameters(), *model.model.named_buffers()]
     tensors = dict(upstream_tensors(family, model.model.architecture, ((n, values.detach()) for n, values in named)))
+    padding, dtype = family.padding(model.model.architecture), next(model.parameters()).dtype
+    tensors |= {name: torch.zeros(shape, dtype=dtype) for name, shape in padding.items()}
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
     config.save_pretrained(folder)
     if model.generation_config is not None:

@@ -38,11 +38,14 @@ def slice_sizes(architecture: Architecture, layout: ParallelLayout, layer: int) 
     """Elements of block ``layer`` on one rank, by the kind of their replica group."""
     D, spec, moe = architecture.d_model, architecture.attention_of(layer), architecture.moe
     norm = D if architecture.norm == "rmsnorm" else 2 * D
-    sizes = Counter({"stage": 2 * norm}) + _attention_sizes(spec, D, layout)
+    sizes: Counter[str] = Counter()
+    for _ in range(architecture.attentions_per_block):
+        sizes += Counter({"stage": 2 * norm}) + _attention_sizes(spec, D, layout)
+        if architecture.shortcut or not architecture.is_sparse(layer):
+            sizes["tp"] += _ffn(architecture.feed_forward, D) // layout.tp
     if moe is None or not architecture.is_sparse(layer):
-        sizes["tp"] += _ffn(architecture.feed_forward, D) // layout.tp
         return sizes
-    sizes["stage"] += moe.router.num_experts * (D + moe.router.bias)
+    sizes["stage"] += moe.router.num_scored * (D + moe.router.bias)
     sizes["ep"] += moe.router.num_experts * _ffn(moe.experts, D) // (layout.ep * layout.etp)
     sizes["tp"] += _ffn(moe.shared, D) // layout.tp if moe.shared else 0
     sizes["stage"] += D * moe.shared_gate
@@ -150,22 +153,25 @@ def _block_moves(
     tp, cp, spec = layout.tp, layout.cp, model.attention_of(layer)
     is_sparse = model.is_sparse(layer)
     vector = (tp - 1) / tp * tokens * model.d_model * item
-    yield ("tp", vector), ("all_gather", "reduce_scatter"), True
-    yield ("tp", vector), ("reduce_scatter", "all_gather"), True
-    if not is_sparse or (model.moe and model.moe.shared):
-        yield ("tp", vector), ("all_gather", "reduce_scatter"), True
-        # torch stops a second forward when it has what backward asks for: before this last sum of a block
-        yield ("tp", vector), ("reduce_scatter", "all_gather"), False
     keys = max(spec.num_kv_heads // tp, 1)
-    if parallel.context == "gather":
-        both = tokens * cp * keys * (spec.head_dim + spec.value_width) * item
-        yield ("cp", (cp - 1) / cp * both), ("all_gather", "reduce_scatter"), True
-    else:
-        entries = (spec.num_heads // tp + max(keys, cp)) * (spec.head_dim + spec.value_width)
-        yield ("cp", (cp - 1) / cp * tokens * entries * item), ("all_to_all", "all_to_all"), True
+    for _ in range(model.attentions_per_block):
+        yield ("tp", vector), ("all_gather", "reduce_scatter"), True
+        yield ("tp", vector), ("reduce_scatter", "all_gather"), True
+        if parallel.context == "gather":
+            both = tokens * cp * keys * (spec.head_dim + spec.value_width) * item
+            yield ("cp", (cp - 1) / cp * both), ("all_gather", "reduce_scatter"), True
+        else:
+            entries = (spec.num_heads // tp + max(keys, cp)) * (spec.head_dim + spec.value_width)
+            yield ("cp", (cp - 1) / cp * tokens * entries * item), ("all_to_all", "all_to_all"), True
+    is_dense = [True] * 2 if model.shortcut else [not is_sparse]
+    for last in reversed(range(sum(is_dense) + bool(is_sparse and model.moe and model.moe.shared))):
+        yield ("tp", vector), ("all_gather", "reduce_scatter"), True
+        # torch stops a second forward when it has what backward asks for: before the last sum of a block
+        yield ("tp", vector), ("reduce_scatter", "all_gather"), last > 0
     if is_sparse and model.moe:
-        ranks = layout.ep * layout.etp
-        rows = 2 * tokens // tp * model.moe.router.top_k * layout.etp  # there and back
+        ranks, router = layout.ep * layout.etp, model.moe.router
+        visits = router.top_k * router.num_experts / router.num_scored  # experts without weights are at home
+        rows = 2 * tokens // tp * visits * layout.etp  # there and back
         yield ("ep", (ranks - 1) / ranks * rows * model.d_model * item), ("all_to_all", "all_to_all"), True
 
 

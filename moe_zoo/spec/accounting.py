@@ -16,9 +16,9 @@ class Parameters(NamedTuple):
 
     embedding: int  # V D
     attention: int  # q, k, v, o, their biases, the qk-norms and sinks
-    norms: int  # two per block and the final one
+    norms: int  # two per attention and the final one
     feed_forward: int  # of the dense layers
-    router: int  # E D per sparse layer
+    router: int  # a row of D per expert that is scored
     experts: int  # all of them
     shared: int
     head: int  # V D, or 0 where tied to the embedding, and its bias
@@ -32,14 +32,14 @@ def parameters(architecture: Architecture) -> Parameters:
     """What ``sum(p.numel() for p in model.parameters())`` gives, by part."""
     D, L = architecture.d_model, architecture.num_layers
     moe, num_sparse = architecture.moe, len(architecture.sparse_layers)
-    vocabulary = architecture.vocab_size * D
+    vocabulary, attentions = architecture.vocab_size * D, architecture.attentions_per_block
     norm = D if architecture.norm == "rmsnorm" else 2 * D
     return Parameters(
         embedding=vocabulary,
-        attention=sum(_attention(architecture.attention_of(layer), D) for layer in range(L)),
-        norms=(2 * L + 1) * norm,
-        feed_forward=(L - num_sparse) * _ffn(architecture.feed_forward, D),
-        router=num_sparse * moe.router.num_experts * (D + moe.router.bias) if moe else 0,
+        attention=attentions * sum(_attention(architecture.attention_of(layer), D) for layer in range(L)),
+        norms=(2 * attentions * L + 1) * norm,
+        feed_forward=architecture.num_dense * _ffn(architecture.feed_forward, D),
+        router=num_sparse * moe.router.num_scored * (D + moe.router.bias) if moe else 0,
         experts=num_sparse * moe.router.num_experts * _ffn(moe.experts, D) if moe else 0,
         shared=num_sparse * (_ffn(moe.shared, D) + D * moe.shared_gate) if moe and moe.shared else 0,
         head=(0 if architecture.tie_embeddings else vocabulary) + architecture.head_bias * architecture.vocab_size,
@@ -52,7 +52,10 @@ def num_parameters(architecture: Architecture) -> int:
 
 
 def num_active_parameters(architecture: Architecture) -> int:
-    """The parameters one token meets: K of the E experts per sparse layer, and all else, embeddings included."""
+    """The parameters one token meets: K of the E experts per sparse layer, and all else, embeddings included.
+
+    Where some of the K are experts without weights, on average over even choices.
+    """
     counts = parameters(architecture)
     return counts.total - counts.experts + _active_experts(architecture, counts)
 
@@ -63,7 +66,7 @@ def forward_flops_per_token(architecture: Architecture, seq_len: int) -> int:
     ``2 * (matrix parameters the token is multiplied with) + 4 L S H head_dim``: an element of a matrix costs one
     multiply and one add; scores and their use on the values cost ``2 S H head_dim`` each (in a window's S), with no discount
     for the causal mask. Norms, activations, rotations and the embedding's look-up are not counted, dropped tokens are not
-    subtracted. Source: PaLM, arXiv:2204.02311, appendix B, of which this is a third (it counts the backward pass).
+    subtracted. An expert without weights costs nothing, and gets its even share of the choices. Source: PaLM, arXiv:2204.02311, appendix B, of which this is a third (it counts the backward pass).
     """
     blocks = (block_flops_per_token(architecture, layer, seq_len) for layer in range(architecture.num_layers))
     return sum(blocks) + head_flops_per_token(architecture)
@@ -72,14 +75,16 @@ def forward_flops_per_token(architecture: Architecture, seq_len: int) -> int:
 def block_flops_per_token(architecture: Architecture, layer: int, seq_len: int) -> int:
     """Forward FLOPs of one token in block ``layer``, counted as in ``forward_flops_per_token``."""
     D, attention, moe = architecture.d_model, architecture.attention_of(layer), architecture.moe
-    matrices = attention_matrices(attention, D)
+    attentions = architecture.attentions_per_block
+    matrices = attentions * attention_matrices(attention, D)
     if moe and architecture.is_sparse(layer):
-        matrices += moe.router.num_experts * D + _slots_ffn(moe, D, seq_len)
+        matrices += moe.router.num_scored * D + _slots_ffn(moe, D, seq_len)
         matrices += ffn_matrices(moe.shared, D) if moe.shared else 0
-    else:
-        matrices += ffn_matrices(architecture.feed_forward, D)
+    if architecture.shortcut or not architecture.is_sparse(layer):
+        matrices += attentions * ffn_matrices(architecture.feed_forward, D)
     num_keys = min(seq_len, *(getattr(attention, limit, None) or seq_len for limit in ("window", "chunk")))
-    return 2 * matrices + 2 * num_keys * attention.num_heads * (attention.head_dim + attention.value_width)
+    scores = attentions * num_keys * attention.num_heads * (attention.head_dim + attention.value_width)
+    return 2 * matrices + 2 * scores
 
 
 def head_flops_per_token(architecture: Architecture) -> int:
@@ -152,9 +157,11 @@ def _ffn(spec: FeedForwardSpec, d_model: int) -> int:
 
 def _slots_ffn(moe: MoESpec, d_model: int, seq_len: int) -> int:
     """Matrix parameters of the experts that a token meets, where experts choose on average over a row."""
-    return round(moe.router.slots_per_token(seq_len) * ffn_matrices(moe.experts, d_model))
+    router = moe.router
+    with_weights = router.slots_per_token(seq_len) * router.num_experts / router.num_scored
+    return round(with_weights * ffn_matrices(moe.experts, d_model))
 
 
 def _active_experts(architecture: Architecture, counts: Parameters) -> int:
     moe = architecture.moe
-    return counts.experts // moe.router.num_experts * moe.router.top_k if moe else 0
+    return counts.experts * moe.router.top_k // moe.router.num_scored if moe else 0

@@ -29,11 +29,25 @@ LAYOUTS = [
     ({"engine": "fsdp", "pp": 2, "tp": 2, "ep": 1, "schedule": "DualPipeV"}, 4),
     ({"engine": "deepspeed", "pp": 2, "gather": "step", "ep": 2}, 4),
 ]
+SHORTCUT = {"model__shortcut": True, "model__moe": {"router": {"num_experts": 6, "top_k": 3}, "experts": {"d_ff": 12}}}
+SHORTCUT["model__attention"] = {"num_heads": 4, "kv_rank": 5, "nope_dim": 3, "rope_dim": 4, "value_dim": 6}
+SHORTCUTS = [
+    ({"engine": "fsdp", "tp": 2, "ep": 2, "recompute": 1}, 2),
+    ({"engine": "deepspeed", "cp": 2, "ep": 2}, 2),
+]
 
 
 @pytest.mark.parametrize(("parallel", "world"), LAYOUTS, ids=lambda value: str(value))
 def test_bytes_by_collective(parallel, world):
-    changes = {"model__num_layers": 4, "train__micro_batches": 4} if "pp" in parallel else {}
+    _compare(parallel, world, {"model__num_layers": 4, "train__micro_batches": 4} if "pp" in parallel else {})
+
+
+@pytest.mark.parametrize(("parallel", "world"), SHORTCUTS, ids=lambda value: str(value))
+def test_bytes_of_blocks_with_a_shortcut(parallel, world):
+    _compare(parallel, world, SHORTCUT)
+
+
+def _compare(parallel, world, changes):
     recipe = split_recipe("fsdp", **{f"parallel__{key}": value for key, value in parallel.items()}, **changes)
     pairs = run_distributed(moved, recipe, world_size=world)
     found, expected = (sum(counts, Counter()) for counts in zip(*pairs, strict=True))

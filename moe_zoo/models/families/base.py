@@ -68,6 +68,7 @@ class Family:
     rules: tuple[Rule, ...]
     more_rules: Callable[[Architecture], tuple[Rule, ...]] = lambda _: ()  # those that depend on the numbers
     is_in_transformers: bool = True
+    padding: Callable[[Architecture], dict[str, tuple[int, ...]]] = lambda _: {}  # in its files, read by no forward
 
     def make_config(self, values: dict[str, Any]) -> PretrainedConfig:
         """The configuration that ``config.json`` holds; a family that transformers has not is read as it stands."""

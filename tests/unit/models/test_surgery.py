@@ -145,6 +145,10 @@ def test_what_cannot_be_done_is_said_in_a_line():
         split_experts(model_of(ROUTERS["softmax"]), 5)
     with pytest.raises(MoeZooError, match=r"^experts: the model is dense; "):
         split_experts(model_of(None), 2)
+    with pytest.raises(
+        MoeZooError, match=r"^experts: the model has blocks with a shortcut, or experts without weights; "
+    ):
+        split_experts(model_of(replace(ROUTERS["softmax"], zero_experts=1)), 2)
     top2 = replace(ROUTERS["groups"], group_score="top2")
     with pytest.raises(MoeZooError, match=r"^grow-experts: router.group_score top2; "):
         grow_experts(model_of(top2), 2)
