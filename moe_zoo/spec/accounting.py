@@ -66,7 +66,8 @@ def forward_flops_per_token(architecture: Architecture, seq_len: int) -> int:
     ``2 * (matrix parameters the token is multiplied with) + 4 L S H head_dim``: an element of a matrix costs one
     multiply and one add; scores and their use on the values cost ``2 S H head_dim`` each (in a window's S), with no discount
     for the causal mask. Norms, activations, rotations and the embedding's look-up are not counted, dropped tokens are not
-    subtracted. An expert without weights costs nothing, and gets its even share of the choices. Source: PaLM, arXiv:2204.02311, appendix B, of which this is a third (it counts the backward pass).
+    subtracted. An expert without weights costs nothing, and gets its even share of the choices. Source: PaLM,
+    arXiv:2204.02311, appendix B, of which this is a third (it counts the backward pass).
     """
     blocks = (block_flops_per_token(architecture, layer, seq_len) for layer in range(architecture.num_layers))
     return sum(blocks) + head_flops_per_token(architecture)

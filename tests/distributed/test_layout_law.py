@@ -137,8 +137,8 @@ def test_shortcuts_latent_attention_and_experts_without_weights(engine, axes):
     changes = SHORTCUT | {f"parallel__{name}": value for name, value in axes.items()}
     changes |= {"model__attention": LATENT | {"scales_ranks": True}}
     if "pp" in axes:
-        changes |= {"model__moe": {**changes["model__moe"]}}
-        changes["model__moe"]["router"] = changes["model__moe"]["router"] | {"capacity_factor": 0.8}
+        router = SHORTCUT["model__moe"]["router"] | {"capacity_factor": 0.8, "selection_bias": False}
+        changes |= {"model__moe": SHORTCUT["model__moe"] | {"router": router}, "balance__method": "aux_loss"}
     check(split_recipe(engine, **changes), world_size=4, starved=False)
 
 
