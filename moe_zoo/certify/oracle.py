@@ -99,7 +99,7 @@ def _balance(recipe: Recipe, seen: list[Seen]) -> Tensor:
 
 
 def _routing(recipe: Recipe, seen: list[Seen]) -> Record:
-    experts = recipe.model.num_experts
+    experts = recipe.model.num_scored
     names = [f"layer {layer}" for layer in recipe.model.sparse_layers]
     values = {
         "counts": [torch.bincount(s.chosen_NK.flatten(), minlength=experts) for s in seen],
@@ -134,20 +134,22 @@ def _look(router: TopKRouter, inputs: tuple[Tensor, Tensor], routing: Routing) -
         probs_TE=scores / scores.sum(-1, keepdim=True),
         chosen_NK=chosen,
         squared_z=logits.logsumexp(-1).square().mean(),
-        dropped=_share_dropped(router, routing, len(scores)),
+        dropped=_share_dropped(router, routing, chosen, len(scores)),
         gap=gap,
     )
 
 
-def _share_dropped(router: TopKRouter, routing: Routing, num_tokens: int) -> Tensor:
-    """Of slots; where experts choose, of tokens."""
+def _share_dropped(router: TopKRouter, routing: Routing, chosen_NK: Tensor, num_tokens: int) -> Tensor:
+    """Of slots; where experts choose, of tokens. Who chose an expert without weights travels nowhere and was not dropped."""
     if routing.tokens_N is not None:
         return torch.tensor(1 - len(routing.tokens_N.unique()) / num_tokens, dtype=torch.float64)
-    return (routing.experts_TK == router.num_experts).double().mean()
+    stays, chose_to = (routing.experts_TK == router.num_experts).sum(), (chosen_NK >= router.num_experts).sum()
+    return (stays - chose_to).double() / chosen_NK.numel()
 
 
 def _move_biases(model: Network, counts: dict[str, Tensor], rate: float) -> None:
     """Up where an expert got less than the mean. Source: arXiv:2408.15664, algorithm 1."""
     for router, count in zip(routers(model), counts.values(), strict=True):
         count = count.to(router.selection_bias.dtype)
-        router.selection_bias += rate * (count.mean() - count).sign()
+        has_weights = torch.arange(len(count)) < router.num_experts
+        router.selection_bias += rate * (count.mean() - count).sign() * has_weights

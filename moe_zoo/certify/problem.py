@@ -63,7 +63,7 @@ def leave_experts_idle(model: torch.nn.Module, num_idle: int) -> None:
         assert 2 * pairs + num_idle <= router.num_experts
         router.weight[1 : 2 * pairs : 2] = -router.weight[0 : 2 * pairs : 2]
         faint = FAINT * torch.arange(1, num_idle + 1)[:, None]
-        router.weight[router.num_experts - num_idle :] = faint * router.weight[0]
+        router.weight[router.num_experts - num_idle : router.num_experts] = faint * router.weight[0]
 
 
 def num_pairs(top_k: int) -> int:

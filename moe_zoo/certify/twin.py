@@ -27,6 +27,7 @@ TINY: Changes = {
 }
 HEADS = 4
 SCALES = {"residual_scale": 0.7, "logit_divisor": 1.5}  # where there are any: no gradient is lost in rounding either
+ZERO_EXPERTS = 4  # where there are any
 LIMIT = 0.5  # where there is one: it cuts something off
 SEQ_LEN, ENCODER_LEN = 16, 8  # the second where there is an encoder: half of the blocks, half of the row
 ROWS_PER_RANK = 4
@@ -94,6 +95,7 @@ def _sizes(recipe: Recipe, ranks: int) -> Changes:
         return sizes
     sparse = {"first_layer": min(moe.first_layer, 1), "every": min(moe.every, 2)}
     sparse["router.num_experts"] = _num_experts(moe.router, ranks)
+    sparse["router.zero_experts"] = min(moe.router.zero_experts, ZERO_EXPERTS)
     if moe.experts.limit is not None:
         sparse["experts.limit"] = LIMIT
     encoder = recipe.model.encoder

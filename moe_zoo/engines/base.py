@@ -262,7 +262,7 @@ class Engine(abc.ABC):
 
     def _summary(self, scale: StepScale, parts: list[LossParts], stats: list[RouterStats], norm: float) -> StepStats:
         losses = torch.stack([torch.stack((part.token, part.balance, part.z)) for part in parts]).sum(0).double()
-        layers, experts = len(self.recipe.model.sparse_layers), self.recipe.model.num_experts
+        layers, experts = len(self.recipe.model.sparse_layers), self.recipe.model.num_scored
         table = losses.new_zeros(layers, experts + 2)  # counts, entropy, dropped of the layers that live here
         if stats:
             counts, _, _, entropy, dropped = (torch.stack(v).sum(0).double() for v in zip(*stats, strict=True))
@@ -287,4 +287,4 @@ class Engine(abc.ABC):
             return
         moves = bias_step(counts_LE, self.recipe.balance.bias_update_rate)
         for layer, router in zip(self.own_layers, self.routers, strict=True):
-            router.selection_bias += moves[layer]
+            router.selection_bias[: router.num_experts] += moves[layer, : router.num_experts]

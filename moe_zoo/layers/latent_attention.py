@@ -30,15 +30,19 @@ class LatentAttention(nn.Module):
         self.key_value = nn.Linear(spec.kv_rank, spec.num_heads * (spec.nope_dim + spec.value_dim), bias=False)
         self.out = nn.Linear(spec.num_heads * spec.value_dim, d_model, bias=spec.bias)
         scaling = spec.rope_scaling
+        self.query_gain = (d_model / spec.query_rank) ** 0.5 if spec.scales_ranks and spec.query_rank else 1.0
+        self.latent_gain = (d_model / spec.kv_rank) ** 0.5 if spec.scales_ranks else 1.0
         self.scale = spec.head_dim**-0.5 * (scaling.score_factor if scaling else 1.0)
 
     def forward(self, hidden: Tensor, places: Places, mask: Tensor | None, cache: KeyValueCache | None) -> Tensor:
         """``hidden`` (batch, seq, d_model) -> same; ``mask`` broadcasts to (batch, heads, seq, keys), None is causal."""
         spec, angles = self.spec, places.angles
         narrow = hidden if self.query_down is None else self.query_norm(self.query_down(hidden))
+        narrow = narrow if self.query_gain == 1.0 else narrow * self.query_gain
         q_BHSn, q_BHSr = self._heads(self.query(narrow), spec.head_dim).split((spec.nope_dim, spec.rope_dim), dim=-1)
         latent, shared_key = self.latent(hidden).split((spec.kv_rank, spec.rope_dim), dim=-1)
         latent, k_B1Sr = self.latent_norm(latent)[:, None], self._rotated(shared_key[:, None], angles)
+        latent = latent if self.latent_gain == 1.0 else latent * self.latent_gain
         if cache is not None:
             latent, k_B1Sr = cache.update(latent, k_B1Sr, self.layer)
         key_value = self._heads(self.key_value(latent[:, 0]), spec.nope_dim + spec.value_dim)

@@ -46,6 +46,7 @@ class MoELayer(nn.Module):
             x_TD = x_TD * routing.weights_TK.to(x_TD.dtype)
             routing = routing._replace(weights_TK=torch.ones_like(routing.weights_TK))
         if routing.tokens_N is None:
-            return self.dispatcher(x_TD, routing, self.experts)
+            update_TD = self.dispatcher(x_TD, routing, self.experts)
+            return update_TD if routing.kept_T is None else update_TD + x_TD * routing.kept_T[:, None].to(x_TD.dtype)
         rows_ND = self.dispatcher(x_TD.index_select(0, routing.tokens_N), routing, self.experts)
         return torch.zeros_like(x_TD).index_add(0, routing.tokens_N, rows_ND)

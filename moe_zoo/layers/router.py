@@ -1,6 +1,6 @@
 """The router: tokens choose their best experts, or experts their best tokens.
 
-Letters: B rows, S positions, T = B*S tokens, D width, E experts, K choices, N slots.
+Letters: B rows, S positions, T = B*S tokens, D width, E experts that are scored, K choices, N slots.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from moe_zoo.ops.routing import (
 class RouterStats(NamedTuple):
     """What a step needs to know of a router, summed per row. Gradient flows through ``prob_sums`` and ``z_sums``."""
 
-    counts: Tensor  # (B, E) slots that chose each expert, dropped ones included
+    counts: Tensor  # (B, E) slots that chose each expert, dropped ones and experts without weights included
     prob_sums: Tensor  # (B, E) router probabilities, summed over the row
     z_sums: Tensor  # (B,) squared log-partition, summed over the row
     entropy_sums: Tensor  # (B,) entropy of the router's distribution in nats, summed over the row
@@ -36,7 +36,9 @@ class RouterStats(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where every token goes. An expert index equal to the number of experts means dropped.
+    """Where every token goes. An expert index equal to the number of experts with weights means that nobody is visited.
+
+    That slot was dropped, or it chose an expert without weights, of which ``kept_T`` knows.
 
     Where experts choose, a token has one row here per expert that took it: K is 1, and ``tokens_N`` says whose row it
     is. Dispatchers see copies of tokens and nothing new: B * capacity * E rows, as many as token choice has slots. (A
@@ -49,6 +51,7 @@ class Routing(NamedTuple):
     stats: RouterStats
     num_places: int | None = None  # no expert has more slots of this rank than that; None: no capacity
     tokens_N: Tensor | None = None
+    kept_T: Tensor | None = None  # weight with which a token comes back as it is; None: there are no such experts
 
 
 class TopKRouter(nn.Module):
@@ -70,6 +73,7 @@ class TopKRouter(nn.Module):
         num_experts: int,
         top_k: int = 1,
         *,
+        zero_experts: int = 0,
         score: str = "softmax",
         tolerance: float = 0.0,
         scales_input: bool = False,
@@ -88,14 +92,15 @@ class TopKRouter(nn.Module):
     ):
         super().__init__()
         self.num_experts, self.top_k, self.layer = num_experts, top_k, layer
+        self.zero_experts, self.num_scored = zero_experts, num_experts + zero_experts
         self.rows, self.choice = WholeRows(), choice
         self.score, self.normalize, self.scale, self.jitter = score, normalize, scale, jitter
         self.tolerance, self.scales_input = tolerance, scales_input
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
         self.limit = GroupLimit(num_groups, groups_per_token, group_score) if num_groups > 1 else None
-        self.weight = nn.Parameter(torch.empty(num_experts, d_model))
-        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
-        moved = torch.zeros(num_experts, dtype=torch.float32) if selection_bias else None
+        self.weight = nn.Parameter(torch.empty(self.num_scored, d_model))
+        self.bias = nn.Parameter(torch.empty(self.num_scored)) if bias else None
+        moved = torch.zeros(self.num_scored, dtype=torch.float32) if selection_bias else None
         self.register_buffer("selection_bias", moved)
 
     def forward(self, hidden_BSD: Tensor, row_seeds: Tensor | None = None) -> Routing:
@@ -113,11 +118,13 @@ class TopKRouter(nn.Module):
 
     def _tokens_choose(self, logits_TE: Tensor, scores: Scores, num_rows: int) -> Routing:
         weights_TK, chosen_TK = self._best(logits_TE, scores)
-        experts_TK, num_places = self._drop(chosen_TK, num_rows)
-        counts_BE = count_per_row(chosen_TK, num_rows, self.num_experts)
-        dropped_B = (experts_TK == self.num_experts).view(num_rows, -1).sum(1)
+        visited_TK = chosen_TK.clamp_max(self.num_experts) if self.zero_experts else chosen_TK
+        experts_TK, num_places = self._drop(visited_TK, num_rows)
+        counts_BE = count_per_row(chosen_TK, num_rows, self.num_scored)
+        dropped_B = (experts_TK != visited_TK).view(num_rows, -1).sum(1)
         stats = _stats(logits_TE, scores.probs_TE, counts_BE, dropped_B)
-        return Routing(weights_TK, experts_TK, stats, num_places)
+        kept_T = (weights_TK * (chosen_TK >= self.num_experts)).sum(-1) if self.zero_experts else None
+        return Routing(weights_TK, experts_TK, stats, num_places, kept_T=kept_T)
 
     def _best(self, logits_TE: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         if self.score == "sparsemixer":
@@ -137,8 +144,9 @@ class TopKRouter(nn.Module):
             return experts_TK, None
         experts_BSK = experts_TK.unflatten(0, (num_rows, -1))
         whole_BSK, own_S = self._whole_and_own(experts_BSK)
-        capacity = expert_capacity(factor, whole_BSK.shape[1], self.top_k, self.num_experts)
-        kept_BSK = _own_part(within_capacity(whole_BSK, self.num_experts, capacity), own_S)
+        capacity = expert_capacity(factor, whole_BSK.shape[1], self.top_k, self.num_scored)
+        num_queues = self.num_experts + bool(self.zero_experts)  # the last: slots that visit nobody
+        kept_BSK = _own_part(within_capacity(whole_BSK, num_queues, capacity), own_S)
         num_places = num_rows * min(capacity, len(own_S))  # a token chooses an expert once; all choices may lie here
         return experts_TK.where(kept_BSK.flatten(0, 1), self.num_experts), num_places
 

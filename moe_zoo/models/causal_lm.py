@@ -18,7 +18,7 @@ class MoeZooForCausalLM(MoeZooPreTrainedModel, GenerationMixin):
     """A SparseDecoder as ``self.model``; the names of its parameters are those of training, behind ``model.``."""
 
     auto_name = "AutoModelForCausalLM"
-    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
+    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock", "ShortcutBlock"]
 
     def __init__(self, config: MoeZooConfig):
         super().__init__(config)

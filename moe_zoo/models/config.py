@@ -23,8 +23,8 @@ class MoeZooConfig(PretrainedConfig):
         if architecture is not None:
             spec = self.to_architecture()
             self.vocab_size, self.hidden_size = spec.vocab_size, spec.d_model
-            # A cache has a layer for each block of the decoder.
-            self.num_hidden_layers = spec.num_layers - spec.num_encoder_layers
+            # A cache has a layer for each attention of the decoder on itself.
+            self.num_hidden_layers = spec.attentions_per_block * (spec.num_layers - spec.num_encoder_layers)
             self.head_dim = spec.attention.head_dim
             self.num_attention_heads = spec.attention.num_heads
             self.num_key_value_heads = spec.attention.num_kv_heads

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_zoo.layers.attention import GroupedQueryAttention, KeyValueCache
-from moe_zoo.layers.block import DecoderBlock
+from moe_zoo.layers.block import DecoderBlock, ShortcutBlock
 from moe_zoo.layers.experts import Experts
 from moe_zoo.layers.feed_forward import FeedForward
 from moe_zoo.layers.latent_attention import LatentAttention
@@ -85,20 +85,27 @@ class SparseDecoder(nn.Module):
         return ((rows, seq_len, self.architecture.d_model),)
 
 
-def make_block(arch: Architecture, layer: int) -> DecoderBlock:
+def make_block(arch: Architecture, layer: int) -> DecoderBlock | ShortcutBlock:
     """Block ``layer`` of the model, its weights not yet initialised."""
-    attention = make_attention(arch, layer)
-    feed_forward = make_moe(arch, layer) if arch.is_sparse(layer) else make_ffn(arch.d_model, arch.feed_forward)
+    if arch.shortcut:
+        first, second = (_around(arch, layer, make_ffn(arch.d_model, arch.feed_forward), place) for place in (0, 1))
+        return ShortcutBlock(first, second, make_moe(arch, layer))
+    return _around(
+        arch, layer, make_moe(arch, layer) if arch.is_sparse(layer) else make_ffn(arch.d_model, arch.feed_forward)
+    )
+
+
+def _around(arch: Architecture, layer: int, feed_forward: nn.Module, place: int = 0) -> DecoderBlock:
     norms = (make_norm(arch.norm, arch.d_model, arch.norm_eps) for _ in range(2))
-    return DecoderBlock(attention, feed_forward, *norms, scale=arch.residual_scale)
+    return DecoderBlock(make_attention(arch, layer, place), feed_forward, *norms, scale=arch.residual_scale)
 
 
-def make_attention(arch: Architecture, layer: int) -> nn.Module:
-    """The attention of block ``layer``."""
-    spec = arch.attention_of(layer)
+def make_attention(arch: Architecture, layer: int, place: int = 0) -> nn.Module:
+    """The attention of block ``layer``, of two the one at ``place``; in a cache all of them stand in one row."""
+    spec, entry = arch.attention_of(layer), arch.attentions_per_block * layer + place
     if isinstance(spec, LatentAttentionSpec):
-        return LatentAttention(arch.d_model, spec, layer=layer)
-    return GroupedQueryAttention(arch.d_model, spec, norm_eps=arch.norm_eps, layer=layer)
+        return LatentAttention(arch.d_model, spec, layer=entry)
+    return GroupedQueryAttention(arch.d_model, spec, norm_eps=arch.norm_eps, layer=entry)
 
 
 def make_moe(arch: Architecture, layer: int) -> MoELayer:
@@ -128,12 +135,12 @@ def _times(scale: float, x: Tensor) -> Tensor:
 def init_std(name: str, arch: Architecture) -> float | None:
     """Standard deviation of a parameter's initial values; None for norms, which start as the identity, and biases.
 
-    Matrices that write to the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2, section 2.3), queries whose
-    scores are not scaled by 1 / sqrt(head_dim) (T5, arXiv:1910.10683).
+    Matrices that write to the residual stream are scaled by 1 / sqrt(their number), 2 a layer (GPT-2, section 2.3), queries
+    whose scores are not scaled by 1 / sqrt(head_dim) (T5, arXiv:1910.10683).
     """
     if "norm" in name or name.endswith("bias"):
         return None
     if isinstance(arch.attention, RelativeAttentionSpec) and name.endswith("attention.query.weight"):
         return arch.init_std / math.sqrt(arch.attention.head_dim)
     writes_residual = name.endswith(("attention.out.weight", "down.weight", "w_down"))
-    return arch.init_std / math.sqrt(2 * arch.num_layers) if writes_residual else arch.init_std
+    return arch.init_std / math.sqrt(arch.residual_writes) if writes_residual else arch.init_std

@@ -133,7 +133,9 @@ def _without_idle_numbers(architecture: Architecture) -> Architecture:
         moe = replace(moe, router=replace(moe.router, groups_per_token=1, group_score="max"))
     dense = tuple(layer for layer in range(architecture.num_layers) if not architecture.is_sparse(layer))
     moe = replace(moe, first_layer=0, every=1, dense_layers=dense)
-    return replace(architecture, moe=moe, feed_forward=architecture.feed_forward if dense else moe.experts)
+    return replace(
+        architecture, moe=moe, feed_forward=architecture.feed_forward if architecture.num_dense else moe.experts
+    )
 
 
 def _flat(values: dict[str, Any], path: str = "") -> dict[str, Any]:

@@ -231,6 +231,11 @@ def _moe(model: SparseDecoder) -> MoESpec:
         raise MoeZooError("experts: the model has an encoder; surgery is done on decoders alone; give one")
     if model.architecture.moe is None:
         raise MoeZooError("experts: the model is dense; there is nothing to change; moe-zoo upcycle makes it sparse")
+    if model.architecture.shortcut or model.architecture.num_scored > model.architecture.num_experts:
+        raise MoeZooError(
+            "experts: the model has blocks with a shortcut, or experts without weights; surgery of such is not built; "
+            "choose another model"
+        )
     return model.architecture.moe
 
 

@@ -52,7 +52,9 @@ def load_upstream(source: Source, dtype: torch.dtype | None = torch.float32) -> 
     _fill(model.model, source, dtype)
     model.tie_weights()
     _check_copies(source)
-    if left := [name for name in source.files.unused() if not _is_beyond(name, source)]:
+    padding = source.family.padding(architecture)
+    unused = [name for name in source.files.unused() if name not in padding]
+    if left := [name for name in unused if not _is_beyond(name, source)]:
         raise CheckpointError(
             f"{source.folder}: {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}; "
             f"{source.family.model_type} has no such weight; the files are another model's than config.json says"
@@ -182,13 +184,14 @@ def save_upstream(
         is_seq2seq = model.model.architecture.encoder is not None
         known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if is_seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         config.architectures = [known[family.model_type]]
-    config.dtype = model.dtype
     folder.mkdir(parents=True, exist_ok=True)
     named = {name.removeprefix("model."): values for name, values in (state_dict or model.state_dict()).items()}
     if model.model.architecture.tie_embeddings:
         named.pop("head.weight", None)
     tensors = dict(upstream_tensors(family, model.model.architecture, named.items()))
     tensors |= _copies(family, model.model.architecture, tensors)
+    padding = family.padding(model.model.architecture)
+    tensors |= {name: torch.zeros(shape, dtype=model.dtype) for name, shape in padding.items()}
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
     config.save_pretrained(folder)
     if model.generation_config is not None:

@@ -47,7 +47,8 @@ def z_loss(z_sums_LB: Tensor, *, total_tokens: int, num_layers: int) -> Tensor:
 def bias_step(counts_LE: Tensor, rate: float) -> Tensor:
     """How the selection bias moves after a step: up where an expert got too little, (L, E), fp32.
 
-    Source: Wang et al., arXiv:2408.15664, algorithm 1.
+    Experts without weights count for the mean and stay where they are (LongCat-Flash, arXiv:2509.01322: with an even
+    share of all choices as what an expert with weights is to get). Source: Wang et al., arXiv:2408.15664, algorithm 1.
     """
     counts_LE = counts_LE.float()
     return rate * (counts_LE.mean(-1, keepdim=True) - counts_LE).sign()

@@ -28,14 +28,18 @@ def ffn(x: Tensor, stacks: tuple, expert: int, unit: tuple) -> Tensor:
     return hidden @ w_down if down_bias is None else hidden @ w_down + down_bias
 
 
-def experts(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, stacks: tuple, unit: tuple) -> Tensor:
-    """Weighted sum of the chosen experts; an expert index past the last means dropped."""
+def experts(
+    x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, stacks: tuple, unit: tuple, zero_experts: int = 0
+) -> Tensor:
+    """Weighted sum of the chosen experts, the last of which give back ``x``; an index past the last means dropped."""
     rows = []
     for x, chosen, weights in zip(x_TD, experts_TK.tolist(), weights_TK, strict=True):
         row = torch.zeros_like(x)
         for e, weight in zip(chosen, weights, strict=True):
             if e < len(stacks[0]):
                 row = row + weight * ffn(x, stacks, e, unit)
+            elif e < len(stacks[0]) + zero_experts:
+                row = row + weight * x
         rows.append(row)
     return torch.stack(rows)
 
@@ -109,12 +113,18 @@ def take(scores_BSE: Tensor, top_k: int, factor: float) -> Tensor:
     return taken_BSE
 
 
-def drop(chosen_BSK: list[list[list[int]]], num_experts: int, factor: float) -> list[list[list[int]]]:
-    """The same choices with ``num_experts`` where an expert's capacity in that row was used up."""
+def drop(
+    chosen_BSK: list[list[list[int]]], num_experts: int, factor: float, zero_experts: int = 0
+) -> list[list[list[int]]]:
+    """The same choices with one past the last where an expert's capacity in that row was used up.
+
+    The last ``zero_experts`` of ``num_experts`` have no capacity.
+    """
     out = []
     for row in chosen_BSK:
         top_k = len(row[0])
-        room = [math.ceil(factor * len(row) * top_k / num_experts)] * num_experts
+        room = [math.ceil(factor * len(row) * top_k / num_experts)] * (num_experts - zero_experts)
+        room += [len(row)] * zero_experts
         kept = [[num_experts] * top_k for _ in row]
         for k in range(top_k):  # all first choices before any second one
             for s, choices in enumerate(row):

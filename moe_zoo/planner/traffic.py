@@ -45,14 +45,15 @@ def slice_sizes(architecture: Architecture, layout: ParallelLayout, layer: int) 
     D, spec, moe = architecture.d_model, architecture.attention_of(layer), architecture.moe
     norm = D if architecture.norm == "rmsnorm" else 2 * D
     reads, extra = reads_encoder(architecture, layer), architecture.has_extra_ffn(layer)
-    sizes = Counter({"stage": (2 + reads + extra) * norm})
-    for _ in range(1 + reads):
+    own = architecture.attentions_per_block
+    sizes = Counter({"stage": (2 * own + reads + extra) * norm})
+    for _ in range(own + reads):
         sizes += _attention_sizes(spec, D, layout)
-    sizes["tp"] += extra * _ffn(architecture.feed_forward, D) // layout.tp
+    dense = extra + (own if architecture.shortcut or not architecture.is_sparse(layer) else 0)
+    sizes["tp"] += dense * (_ffn(architecture.feed_forward, D) // layout.tp)
     if moe is None or not architecture.is_sparse(layer):
-        sizes["tp"] += _ffn(architecture.feed_forward, D) // layout.tp
         return sizes
-    sizes["stage"] += moe.router.num_experts * (D + moe.router.bias)
+    sizes["stage"] += moe.router.num_scored * (D + moe.router.bias)
     sizes["ep"] += moe.router.num_experts * _ffn(moe.experts, D) // (layout.ep * layout.etp)
     sizes["tp"] += _ffn(moe.shared, D) // layout.tp if moe.shared else 0
     sizes["stage"] += D * moe.shared_gate
@@ -172,18 +173,21 @@ def _block_moves(
     tokens, tp = parts[0] if layer < model.num_encoder_layers else parts[-1], layout.tp
     is_sparse = model.is_sparse(layer)
     vector = (tp - 1) / tp * tokens * model.d_model * item
-    yield from _attention_moves(recipe, layout, layer, tokens, tokens)
+    for _ in range(model.attentions_per_block):
+        yield from _attention_moves(recipe, layout, layer, tokens, tokens)
     if reads_encoder(model, layer):
         yield ("tp", (tp - 1) / tp * parts[0] * model.d_model * item), ("all_gather", "reduce_scatter"), True
         yield from _attention_moves(recipe, layout, layer, tokens, parts[0])
-    dense = (not is_sparse) + bool(is_sparse and model.moe and model.moe.shared) + model.has_extra_ffn(layer)
-    for _ in range(dense):
+    dense = model.attentions_per_block if model.shortcut or not is_sparse else 0
+    dense += bool(is_sparse and model.moe and model.moe.shared) + model.has_extra_ffn(layer)
+    for behind in reversed(range(dense)):
         yield ("tp", vector), ("all_gather", "reduce_scatter"), True
-        # torch stops a second forward when it has what backward asks for: before this last sum of a block
-        yield ("tp", vector), ("reduce_scatter", "all_gather"), False
+        # torch stops a second forward when it has what backward asks for: before the last sum of a block
+        yield ("tp", vector), ("reduce_scatter", "all_gather"), behind > 0
     if is_sparse and model.moe:
-        ranks = layout.ep * layout.etp
-        rows = 2 * tokens // tp * model.moe.router.top_k * layout.etp  # there and back
+        ranks, router = layout.ep * layout.etp, model.moe.router
+        visits = router.top_k * router.num_experts / router.num_scored  # experts without weights are at home
+        rows = 2 * tokens // tp * visits * layout.etp  # there and back
         yield ("ep", (ranks - 1) / ranks * rows * model.d_model * item), ("all_to_all", "all_to_all"), True
 
 

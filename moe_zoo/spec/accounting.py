@@ -23,9 +23,9 @@ class Parameters(NamedTuple):
 
     embedding: int  # V D
     attention: int  # q, k, v, o, their biases, the qk-norms and sinks; of a decoder on its encoder too, and both tables
-    norms: int  # two per block and the final one; a third in blocks that read an encoder, which ends in one as well
-    feed_forward: int  # of the dense layers, and those behind sparse ones
-    router: int  # E D per sparse layer
+    norms: int  # two per attention and the final one; a third in blocks that read an encoder, which ends in one as well
+    feed_forward: int  # of the dense layers, and those behind or beside sparse ones
+    router: int  # a row of D per expert that is scored
     experts: int  # all of them
     shared: int
     head: int  # V D, or 0 where tied to the embedding, and its bias
@@ -39,18 +39,18 @@ def parameters(architecture: Architecture) -> Parameters:
     """What ``sum(p.numel() for p in model.parameters())`` gives, by part."""
     D, L = architecture.d_model, architecture.num_layers
     moe, num_sparse = architecture.moe, len(architecture.sparse_layers)
-    vocabulary = architecture.vocab_size * D
+    vocabulary, attentions = architecture.vocab_size * D, architecture.attentions_per_block
     norm = D if architecture.norm == "rmsnorm" else 2 * D
     extra = sum(map(architecture.has_extra_ffn, range(L)))
     reading = L - architecture.num_encoder_layers if architecture.encoder else 0  # blocks that read an encoder
     return Parameters(
         embedding=vocabulary,
-        attention=sum(_attention(architecture.attention_of(layer), D) for layer in range(L))
+        attention=attentions * sum(_attention(architecture.attention_of(layer), D) for layer in range(L))
         + reading * _attention(architecture.attention, D)
         + position_tables(architecture),
-        norms=(2 * L + 1 + (reading + 1 + extra if architecture.encoder else 0)) * norm,
-        feed_forward=(L - num_sparse + extra) * _ffn(architecture.feed_forward, D),
-        router=num_sparse * moe.router.num_experts * (D + moe.router.bias) if moe else 0,
+        norms=(2 * attentions * L + 1 + (reading + 1 + extra if architecture.encoder else 0)) * norm,
+        feed_forward=(architecture.num_dense + extra) * _ffn(architecture.feed_forward, D),
+        router=num_sparse * moe.router.num_scored * (D + moe.router.bias) if moe else 0,
         experts=num_sparse * moe.router.num_experts * _ffn(moe.experts, D) if moe else 0,
         shared=num_sparse * (_ffn(moe.shared, D) + D * moe.shared_gate) if moe and moe.shared else 0,
         head=(0 if architecture.tie_embeddings else vocabulary) + architecture.head_bias * architecture.vocab_size,
@@ -63,7 +63,10 @@ def num_parameters(architecture: Architecture) -> int:
 
 
 def num_active_parameters(architecture: Architecture) -> int:
-    """The parameters one token meets: K of the E experts per sparse layer, and all else, embeddings included."""
+    """The parameters one token meets: K of the E experts per sparse layer, and all else, embeddings included.
+
+    Where some of the K are experts without weights, on average over even choices.
+    """
     counts = parameters(architecture)
     return counts.total - counts.experts + _active_experts(architecture, counts)
 
@@ -74,7 +77,8 @@ def forward_flops_per_token(architecture: Architecture, seq_len: int, encoder_le
     ``2 * (matrix parameters the token is multiplied with) + 4 L S H head_dim``: an element of a matrix costs one
     multiply and one add; scores and their use on the values cost ``2 S H head_dim`` each (in a window's S), with no discount
     for the causal mask. Norms, activations, rotations and the embedding's look-up are not counted, dropped tokens are not
-    subtracted. Source: PaLM, arXiv:2204.02311, appendix B, of which this is a third (it counts the backward pass).
+    subtracted. An expert without weights costs nothing, and gets its even share of the choices. Source: PaLM,
+    arXiv:2204.02311, appendix B, of which this is a third (it counts the backward pass).
     """
     layers = range(architecture.num_layers)
     blocks = (block_flops_per_token(architecture, layer, seq_len, encoder_len) for layer in layers)
@@ -98,15 +102,17 @@ def block_flops_per_token(architecture: Architecture, layer: int, seq_len: int, 
 def _block_flops(architecture: Architecture, layer: int, seq_len: int) -> int:
     """Of one token of a row that attends to itself."""
     D, attention, moe = architecture.d_model, architecture.attention_of(layer), architecture.moe
-    matrices = attention_matrices(attention, D)
+    attentions = architecture.attentions_per_block
+    matrices = attentions * attention_matrices(attention, D)
     if moe and architecture.is_sparse(layer):
-        matrices += moe.router.num_experts * D + _slots_ffn(moe, D, seq_len)
+        matrices += moe.router.num_scored * D + _slots_ffn(moe, D, seq_len)
         matrices += ffn_matrices(moe.shared, D) if moe.shared else 0
         matrices += ffn_matrices(architecture.feed_forward, D) if architecture.has_extra_ffn(layer) else 0
-    else:
-        matrices += ffn_matrices(architecture.feed_forward, D)
+    if architecture.shortcut or not architecture.is_sparse(layer):
+        matrices += attentions * ffn_matrices(architecture.feed_forward, D)
     num_keys = min(seq_len, *(getattr(attention, limit, None) or seq_len for limit in ("window", "chunk")))
-    return 2 * matrices + 2 * num_keys * attention.num_heads * (attention.head_dim + attention.value_width)
+    scores = attentions * num_keys * attention.num_heads * (attention.head_dim + attention.value_width)
+    return 2 * matrices + 2 * scores
 
 
 def head_flops_per_token(architecture: Architecture, seq_len: int = 1, encoder_len: int = 0) -> int:
@@ -187,9 +193,11 @@ def _ffn(spec: FeedForwardSpec, d_model: int) -> int:
 
 def _slots_ffn(moe: MoESpec, d_model: int, seq_len: int) -> int:
     """Matrix parameters of the experts that a token meets, where experts choose on average over a row."""
-    return round(moe.router.slots_per_token(seq_len) * ffn_matrices(moe.experts, d_model))
+    router = moe.router
+    with_weights = router.slots_per_token(seq_len) * router.num_experts / router.num_scored
+    return round(with_weights * ffn_matrices(moe.experts, d_model))
 
 
 def _active_experts(architecture: Architecture, counts: Parameters) -> int:
     moe = architecture.moe
-    return counts.experts // moe.router.num_experts * moe.router.top_k if moe else 0
+    return counts.experts * moe.router.top_k // moe.router.num_scored if moe else 0

@@ -128,6 +128,7 @@ class LatentAttentionSpec:
     rope_interleaved: bool = True  # pairs (0, 1), (2, 3) ... as DeepSeek's weights have them
     norm_eps: float = 1e-6  # of the two narrow vectors
     bias: bool = False  # of the matrices that make narrow vectors, and of the output
+    scales_ranks: bool = False  # the narrow vectors times sqrt(d_model / width) (LongCat)
 
     __pydantic_config__ = STRICT
 
@@ -255,10 +256,15 @@ class RouterSpec:
     ``sigmoid`` with ``selection_bias``, ``normalize`` and groups that of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
     With ``choice = "expert"`` each expert takes its best tokens of every row, ``top_k`` per token on average
     (arXiv:2202.09368): always balanced, but a token's route depends on later ones, so such a model cannot generate.
+
+    ``zero_experts`` more are scored and chosen like all others, and give back what they get: no weights, no capacity, no
+    travel (LongCat-Flash, arXiv:2509.01322). Balance is even over both kinds, so a token meets ``top_k * num_experts /
+    num_scored`` with weights on average; as there, ``balance.method = bias`` moves the bias of these alone.
     """
 
-    num_experts: int
+    num_experts: int  # that have weights
     top_k: int = 1
+    zero_experts: int = 0
     # sparsemixer: of each choice, a softmax over the experts that are not far behind it (arXiv:2409.12136, section 2.1)
     score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     tolerance: float = 0.0  # of sparsemixer: how far behind, as a share
@@ -281,10 +287,11 @@ class RouterSpec:
     def __post_init__(self) -> None:
         _positive(self, "num_experts", "top_k", "scale")
         _one_of(self, "score", ("softmax", "sigmoid", "sparsemixer"))
-        if self.top_k > self.num_experts:
+        if self.zero_experts < 0:
+            raise RecipeError(f"router.zero_experts: {self.zero_experts}; must be at least 0; 0 has none")
+        if self.top_k > self.num_scored:
             raise RecipeError(
-                f"router.top_k: {self.top_k}; a token cannot choose more than num_experts = {self.num_experts}; "
-                f"lower it"
+                f"router.top_k: {self.top_k}; a token cannot choose more than num_experts = {self.num_scored}; lower it"
             )
         if not 0 <= self.jitter < 1:
             raise RecipeError(f"router.jitter: {self.jitter}; must be at least 0 and below 1; Switch uses 0.01")
@@ -299,6 +306,12 @@ class RouterSpec:
             )
         self._check_groups()
         self._check_choice()
+        plain = (self.choice, self.num_groups, self.scales_input) == ("token", 1, False)
+        if self.zero_experts and not (plain and self.score != "sparsemixer"):
+            raise RecipeError(
+                f"router.zero_experts: {self.zero_experts}; are built where tokens choose among all experts by softmax or "
+                f"sigmoid and weights scale outputs; set it to 0, or drop choice, num_groups, scales_input or sparsemixer"
+            )
         if self.score == "sparsemixer" and (self.choice, self.num_groups, self.selection_bias) != ("token", 1, False):
             raise RecipeError(
                 "router.score: sparsemixer; knows no groups, no selection_bias and no choice by experts; set score to softmax"
@@ -316,7 +329,7 @@ class RouterSpec:
             raise RecipeError(
                 f"router.groups_per_token: {self.groups_per_token}; there are num_groups = {self.num_groups}; lower it"
             )
-        within_reach = self.groups_per_token * self.num_experts // self.num_groups
+        within_reach = self.groups_per_token * self.num_scored // self.num_groups
         if self.top_k > within_reach:
             raise RecipeError(
                 f"router.top_k: {self.top_k}; the groups_per_token = {self.groups_per_token} groups of a token hold "
@@ -333,6 +346,11 @@ class RouterSpec:
                     f"router.{name}: {str(getattr(self, name)).lower()}; says how tokens choose, here experts do; "
                     f"set it to {str(plain).lower()}, or choice to token"
                 )
+
+    @property
+    def num_scored(self) -> int:
+        """Experts among which a token chooses: those with weights and those without."""
+        return self.num_experts + self.zero_experts
 
     def slots_per_token(self, seq_len: int) -> float:
         """Choices per token of a row: ``top_k``, or where experts choose what they take in all, rounded up for each."""
@@ -373,6 +391,8 @@ class Architecture:
     Blocks may have one of two kinds of attention (``attention_of``); a hybrid's linear attention would be one of them.
     With an ``encoder`` its blocks are the first ``encoder.num_layers`` of the ``num_layers``, the decoder's the others.
     ``moe.first_layer`` and ``moe.every`` count in each half by itself, ``moe.dense_layers`` through both.
+    With ``shortcut`` a block is two attentions and two dense feed-forwards, and a sparse one beside all that follows the
+    first attention, whose output is added at the end of the block (arXiv:2404.05019; LongCat, arXiv:2509.01322).
     """
 
     vocab_size: int
@@ -381,6 +401,7 @@ class Architecture:
     attention: AttentionSpec | LatentAttentionSpec | RelativeAttentionSpec
     feed_forward: FeedForwardSpec  # of the dense layers
     moe: MoESpec | None = None
+    shortcut: bool = False
     local_attention: AttentionSpec | None = None  # of the blocks ``local_layers``
     local_layers: tuple[int, ...] = ()
     embedding_scale: float = 1.0  # multiplies what is looked up (Granite)
@@ -390,7 +411,7 @@ class Architecture:
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
-    init_std: float = 0.02  # of every matrix; those that write to the residual stream get init_std / sqrt(2 layers)
+    init_std: float = 0.02  # of every matrix; those that write to the residual stream get it over sqrt(their number)
     encoder: EncoderSpec | None = None  # null: decoder-only
 
     __pydantic_config__ = STRICT
@@ -405,6 +426,12 @@ class Architecture:
             raise RecipeError(
                 f"moe.first_layer: {self.moe.first_layer}; the model has layers 0 to {self.num_layers - 1}; "
                 f"lower it, or set moe to null"
+            )
+        is_plain = self.moe and len(self.sparse_layers) == self.num_layers and self.local_attention is None
+        if self.shortcut and not (is_plain and self.residual_scale == 1.0):
+            raise RecipeError(
+                "model.shortcut: true; is built where every block has experts, one kind of attention and residual_scale 1; "
+                "drop moe.first_layer, moe.every, moe.dense_layers, local_attention or residual_scale, or set it to false"
             )
 
     def _check_encoder(self) -> None:
@@ -460,6 +487,21 @@ class Architecture:
         return {key: spec for key, spec in kinds.items() if spec is not None}
 
     @property
+    def attentions_per_block(self) -> int:
+        """Each with the norms before it and before the feed-forward behind it."""
+        return 2 if self.shortcut else 1
+
+    @property
+    def num_dense(self) -> int:
+        """Dense feed-forwards of the model, shared experts aside."""
+        return 2 * self.num_layers if self.shortcut else self.num_layers - len(self.sparse_layers)
+
+    @property
+    def residual_writes(self) -> int:
+        """Matrices that write to the residual stream, stacks of experts counted once."""
+        return (5 if self.shortcut else 2) * self.num_layers
+
+    @property
     def has_output_biases(self) -> bool:
         """Whether a layer that tensor parallelism cuts adds a bias to its output."""
         dense = (self.feed_forward, *((self.moe.shared,) if self.moe and self.moe.shared else ()))
@@ -487,6 +529,11 @@ class Architecture:
     def num_experts(self) -> int:
         """Experts per sparse layer; 0 in a dense model."""
         return self.moe.router.num_experts if self.moe else 0
+
+    @property
+    def num_scored(self) -> int:
+        """Experts per sparse layer that tokens choose from, those without weights too; 0 in a dense model."""
+        return self.moe.router.num_scored if self.moe else 0
 
     @property
     def experts_choose(self) -> bool:

@@ -174,7 +174,7 @@ def _cut_dimensions(recipe: Recipe, factor: str, degree: int) -> Iterator[tuple[
         yield from ((1, f"model.{key}.num_heads", spec.num_heads) for key, spec in model.attentions.items())
         yield 1, "model.vocab_size", model.vocab_size
         yield from ((1, name, length) for name, length in lengths)
-        if len(model.sparse_layers) < model.num_layers:
+        if model.num_dense or (model.encoder and model.encoder.extra_ffn):
             yield 1, "model.feed_forward.d_ff", model.feed_forward.d_ff
         if model.moe and model.moe.shared:
             yield 1, "model.moe.shared.d_ff", model.moe.shared.d_ff

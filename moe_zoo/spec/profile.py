@@ -67,17 +67,19 @@ def profile(architecture: Architecture) -> Profile:
 def shape_rows(architecture: Architecture) -> list[tuple[str, str]]:
     """(what, how) of a table for people."""
     arch, moe = architecture, architecture.moe
+    twice = ", each two attentions and two dense feed-forwards beside a sparse one" if arch.shortcut else ""
     rows = [
-        ("layers", _layers_text(arch)),
+        ("layers", f"{_layers_text(arch)}{twice}"),
         ("width", f"{arch.d_model:,}"),
         ("vocabulary", f"{arch.vocab_size:,}{', embedding and head tied' if arch.tie_embeddings else ''}"),
         *_attention_rows(arch),
         ("norm", f"{arch.norm}, eps {arch.norm_eps:g}"),
     ]
-    if len(arch.sparse_layers) < arch.num_layers:
+    if arch.num_dense:
         rows.append(("dense feed-forward", feed_forward_text(arch.feed_forward)))
     if moe is None:
         return rows
+    idle = f", {moe.router.zero_experts} that give back what they get" if moe.router.zero_experts else ""
     shared = f" and a shared one of {moe.shared.d_ff:,}{', gated' if moe.shared_gate else ''}" if moe.shared else ""
     return [
         *rows,
@@ -85,7 +87,7 @@ def shape_rows(architecture: Architecture) -> list[tuple[str, str]]:
             "sparse layers",
             f"{len(arch.sparse_layers)} of {arch.num_layers}, the first is layer {arch.sparse_layers[0]}",
         ),
-        ("experts", f"{moe.router.num_experts} of {feed_forward_text(moe.experts)}{shared}"),
+        ("experts", f"{moe.router.num_experts} of {feed_forward_text(moe.experts)}{idle}{shared}"),
         ("router", router_text(moe.router)),
         ("balance", balance_text(moe.router)),
     ]
@@ -148,7 +150,7 @@ def router_text(spec: RouterSpec) -> str:
     """One line on how tokens and experts find each other."""
     if spec.choice == "expert":
         return f"experts choose, {spec.top_k} per token on average"
-    parts = [f"top {spec.top_k} of {spec.num_experts} by {spec.score}"]
+    parts = [f"top {spec.top_k} of {spec.num_scored} by {spec.score}"]
     if spec.num_groups > 1:
         parts.append(f"within {spec.groups_per_token} of {spec.num_groups} groups")
     if spec.normalize and spec.top_k > 1:

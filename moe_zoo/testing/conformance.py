@@ -72,6 +72,9 @@ def randomized(model: PreTrainedModel) -> PreTrainedModel:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" not in name:
             tensor.normal_(std=0.3, generator=generator).add_(1.0 if "norm" in name and "bias" not in name else 0.0)
+    for module in model.modules():
+        if getattr(module, "zero_expert_num", 0):  # LongCat's matrices that nobody reads, which we write as zeros
+            module.gate_up_proj[module.num_routed_experts :] = 0
     return model.eval()
 
 

@@ -118,6 +118,36 @@ def test_static_capacity_and_experts_that_choose_when_rows_are_split(engine, cho
     check(recipe, world_size=4, starved=choice == "token")
 
 
+SHORTCUT = {
+    "model__shortcut": True,
+    "model__moe": {
+        "router": {"num_experts": 6, "zero_experts": 3, "top_k": 2, "scale": 2.0, "selection_bias": True},
+        "experts": {"d_ff": 12},
+    },
+    "balance__method": "bias",
+    "balance__bias_update_rate": 0.05,
+}
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"tp": 2, "cp": 2, "ep": 2, "etp": 2, "recompute": 1},
+        {"tp": 2, "cp": 2, "context": "ulysses", "recompute": "selective"},
+        {"pp": 2, "tp": 2, "ep": 2, "dispatch": "padded"},
+    ],
+    ids=lambda axes: " ".join(f"{name}{value}" for name, value in axes.items()),
+)
+def test_shortcuts_latent_attention_and_experts_without_weights(engine, axes):
+    changes = SHORTCUT | {f"parallel__{name}": value for name, value in axes.items()}
+    changes |= {"model__attention": LATENT | {"scales_ranks": True}}
+    if "pp" in axes:
+        router = SHORTCUT["model__moe"]["router"] | {"capacity_factor": 0.8, "selection_bias": False}
+        changes |= {"model__moe": SHORTCUT["model__moe"] | {"router": router}, "balance__method": "aux_loss"}
+    check(split_recipe(engine, **changes), world_size=4, starved=False)
+
+
 LATENT = {"num_heads": 4, "kv_rank": 5, "nope_dim": 3, "rope_dim": 4, "value_dim": 6, "query_rank": 7, "bias": True}
 
 

@@ -30,6 +30,12 @@ LAYOUTS = [
     ({"engine": "fsdp", "pp": 2, "tp": 2, "ep": 1, "schedule": "DualPipeV"}, 4),
     ({"engine": "deepspeed", "pp": 2, "gather": "step", "ep": 2}, 4),
 ]
+SHORTCUT = {"model__shortcut": True, "model__moe": {"router": {"num_experts": 6, "top_k": 3}, "experts": {"d_ff": 12}}}
+SHORTCUT["model__attention"] = {"num_heads": 4, "kv_rank": 5, "nope_dim": 3, "rope_dim": 4, "value_dim": 6}
+SHORTCUTS = [
+    ({"engine": "fsdp", "tp": 2, "ep": 2, "recompute": 1}, 2),
+    ({"engine": "deepspeed", "cp": 2, "ep": 2}, 2),
+]
 
 
 @pytest.mark.parametrize(("parallel", "world"), LAYOUTS, ids=lambda value: str(value))
@@ -56,6 +62,12 @@ def test_bytes_of_an_encoder_decoder(parallel, world):
     }  # a capacity asks for the choices of whole rows, a few hundred bytes
     changes |= {"model__encoder": {"num_layers": 2, "extra_ffn": True}, "model__tie_embeddings": False}
     compare(encdec_recipe("fsdp", **changes), world)
+
+
+@pytest.mark.parametrize(("parallel", "world"), SHORTCUTS, ids=lambda value: str(value))
+def test_bytes_of_blocks_with_a_shortcut(parallel, world):
+    changes = {f"parallel__{key}": value for key, value in parallel.items()}
+    compare(split_recipe("fsdp", **changes | SHORTCUT), world)
 
 
 def compare(recipe, world: int) -> None:

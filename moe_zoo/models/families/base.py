@@ -70,6 +70,7 @@ class Family:
     more_rules: Callable[[Architecture], tuple[Rule, ...]] = lambda _: ()  # those that depend on the numbers
     aliases: Callable[[Architecture], dict[str, str]] = lambda _: {}  # copies that its files may hold -> originals
     is_in_transformers: bool = True
+    padding: Callable[[Architecture], dict[str, tuple[int, ...]]] = lambda _: {}  # in its files, read by no forward
 
     def make_config(self, values: dict[str, Any]) -> PretrainedConfig:
         """The configuration that ``config.json`` holds; a family that transformers has not is read as it stands."""

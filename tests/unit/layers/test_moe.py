@@ -19,6 +19,8 @@ ROUTERS = {
     "switch": {"capacity_factor": 0.5},
     "all in one": {"capacity_factor": 1.0, "selection_bias": True},
     "groups": {"score": "sigmoid", "num_groups": 3, "groups_per_token": 1, "group_score": "top2", "normalize": True},
+    "some without weights": {"zero_experts": 3, "scale": 2.0},
+    "some without weights or capacity": {"zero_experts": 2, "selection_bias": True, "capacity_factor": 0.9},
     "experts": {"choice": "expert"},
     "few": {"choice": "expert", "capacity_factor": 0.4, "score": "sigmoid", "normalize": True, "scale": 2.0},
     "all": {"choice": "expert", "capacity_factor": float(E)},
@@ -32,7 +34,7 @@ def layer(kind: str = "exact", **router) -> MoELayer:
     for param in made.parameters():
         param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64)
     if made.router.selection_bias is not None:
-        made.router.selection_bias[:] = torch.tensor([9.0, 9, 0, 0, 0, 0])  # far too many for two experts
+        made.router.selection_bias[:2] = 9.0  # far too many for two experts
     return made
 
 
@@ -53,10 +55,12 @@ def slow(moe: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = [row[0] for row in rows], torch.stack([torch.stack(row[1]) for row in rows])
         chosen = torch.tensor(chosen).view(B, S, K)
         if router.capacity_factor is not None:
-            chosen = torch.tensor(reference.drop(chosen.tolist(), E, router.capacity_factor))
+            dropped = reference.drop(chosen.tolist(), router.num_scored, router.capacity_factor, router.zero_experts)
+            chosen = torch.tensor(dropped)
         chosen = chosen.flatten(0, 1)
     stacks = [getattr(moe.experts, name) for name in Stacks._fields]
-    return reference.experts(hidden.flatten(0, 1), chosen, weights, stacks, moe.experts.unit).view_as(hidden)
+    how = (stacks, moe.experts.unit, router.zero_experts)
+    return reference.experts(hidden.flatten(0, 1), chosen, weights, *how).view_as(hidden)
 
 
 def slow_expert_choice(router: TopKRouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,6 +82,22 @@ def test_the_layer_equals_the_slow_one(name, kind):
     for ours, theirs in zip(*(torch.autograd.grad(out, leaves, seed) for out in (found, truth)), strict=True):
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
         assert ours.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_chooses_an_expert_without_weights_is_counted_and_not_dropped(kind):
+    moe, hidden = layer(kind, zero_experts=3, capacity_factor=0.5), tokens()
+    moe.router.weight.data[:E] = 0  # whoever likes an expert without weights more than none at all chooses those
+    update, stats = moe(hidden, None)
+    likes = (hidden @ moe.router.weight[E:].t() > 0).sum(-1).clamp_max(K)
+    assert torch.equal(stats.counts[:, E:].sum(1), likes.sum(1).double())
+    assert torch.equal(stats.counts.sum(1), torch.full((B,), S * K, dtype=torch.float64))
+    capacity = 1  # ceil(0.5 * 7 * 2 / 9)
+    assert torch.equal(stats.dropped, (stats.counts[:, :E] - capacity).clamp_min(0).sum(1)) and stats.dropped.sum() > 0
+    alone = likes == K
+    weights = (hidden @ moe.router.weight.t()).softmax(-1).topk(K).values.sum(-1, keepdim=True)
+    torch.testing.assert_close(update[alone], (hidden * weights)[alone], atol=TOLERANCE, rtol=0)
+    assert alone.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,7 +139,7 @@ class PartOfRows:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["experts", "few", "all", "switch", "all in one"])
+@pytest.mark.parametrize("name", ["experts", "few", "all", "switch", "all in one", "some without weights or capacity"])
 def test_rows_split_over_ranks_are_routed_as_whole_ones(name, kind):
     moe, hidden = layer(kind, **ROUTERS[name]), tokens().detach()
     truth, stats = moe(hidden, None)
@@ -128,7 +148,7 @@ def test_rows_split_over_ranks_are_routed_as_whole_ones(name, kind):
         whole = logits.softmax(-1) if moe.router.score == "softmax" else logits.sigmoid()
     else:
         wanted = logits.softmax(-1) + (0 if moe.router.selection_bias is None else moe.router.selection_bias)
-        whole = wanted.topk(K).indices
+        whole = wanted.topk(K).indices.clamp_max(E)
     parts = []
     for part in range(2):
         moe.router.rows = PartOfRows(part, whole)

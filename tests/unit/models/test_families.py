@@ -67,7 +67,31 @@ MIMO = DEEPSEEK | {
     "sliding_window": 5,
     "n_shared_experts": None,
 }
+LONGCAT = {
+    "num_layers": 2,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 9,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 5,
+    "zero_expert_num": 3,
+    "moe_topk": 3,
+    "expert_ffn_hidden_size": 12,
+    "routed_scaling_factor": 1.5,
+}
 CASES = {
+    "longcat_flash": [
+        LONGCAT,
+        LONGCAT | {"zero_expert_num": 7, "moe_topk": 6, "tie_word_embeddings": True, "attention_bias": True},
+        LONGCAT
+        | {"zero_expert_num": 0, "num_layers": 3, "num_hidden_layers": 6}
+        | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 1.0}},
+    ],
     "granitemoe": [
         GRANITE,
         GRANITE

@@ -1,6 +1,7 @@
 """What is wrong with a folder of weights is told in one line that names file and tensor."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import moe_zoo
 from moe_zoo.spec.errors import CheckpointError
-from tests.unit.models.test_families import DEEPSEEK, LATENT, QWEN, theirs
+from tests.unit.models.test_families import DEEPSEEK, LATENT, LONGCAT, QWEN, theirs
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
@@ -305,3 +306,31 @@ def test_a_folder_of_ours_is_whole_or_refused(tmp_path, damage):
     assert "give a folder that holds a model's weights" in refusal(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "moe_zoo"}')
     assert refusal(tmp_path).endswith("it does not say what a moe_zoo is; fetch it again")
+
+
+def test_longcat_as_it_was_published_without_matrices_that_nobody_reads_and_with_another_head(tmp_path):
+    theirs("longcat_flash", LONGCAT).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {name: v for name, v in load_file(path).items() if not re.search(r"experts\.[5-7]\.", name)}
+    ids = torch.tensor([[3, 4, 5]])
+    whole = moe_zoo.load(tmp_path)(ids).logits
+    save_file(tensors | {"model.mtp.norm.weight": torch.ones(3)}, path)
+    assert torch.equal(moe_zoo.load(tmp_path)(ids).logits, whole)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "known"),
+    [
+        ("router_bias", True, "False"),
+        ("zero_expert_type", "copy", "identity"),
+        ("mla_scale_q_lora", False, "True"),
+        ("head_dim", 8, "4"),
+    ],
+)
+def test_a_longcat_that_transformers_would_build_otherwise(tmp_path, key, value, known):
+    theirs("longcat_flash", LONGCAT).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    assert refusal(tmp_path) == (
+        f"config.json of longcat_flash: {key}: {value}; moe-zoo builds this family with {known}; choose another model"
+    )

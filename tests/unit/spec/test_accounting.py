@@ -42,6 +42,21 @@ def test_tying_layernorm_and_dense_layers_change_what_they_should():
     assert sum(counts) == counts.total
 
 
+def test_a_shortcut_and_experts_without_weights_are_counted_once_each():
+    router = replace(TOPK.moe.router, zero_experts=2)
+    arch = replace(TOPK, shortcut=True, moe=replace(TOPK.moe, router=router))
+    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 2 * 16
+    expert = 3 * 32 * 32
+    dense = 3 * 32 * arch.feed_forward.d_ff
+    block = 2 * (attention + 2 * 32 + dense) + (4 + 2) * 32 + 4 * expert + expert
+    assert num_parameters(arch) == 64 * 32 + 2 * block + 32 + 64 * 32
+    met = 2 * 4 * expert * 2 // 6  # of both layers' experts, two choices among six
+    assert num_active_parameters(arch) == num_parameters(arch) - 2 * 4 * expert + met
+    matrices = 2 * (2 * (attention - 32 + dense) + 6 * 32 + expert) + met + 64 * 32
+    scores = 2 * 2 * (4 * 10 * 32)  # two layers, two attentions
+    assert abs(forward_flops_per_token(arch, seq_len=10) - 2 * matrices - scores) <= 4  # the average is rounded
+
+
 def test_a_dense_model_has_no_expert_and_is_wholly_active():
     dense = replace(SWITCH, moe=None)
     assert parameters(dense).experts == parameters(dense).router == parameters(dense).shared == 0

@@ -80,6 +80,15 @@ def test_impossible_architectures_are_refused_in_one_line(change, text):
             {"choice": "expert", "num_groups": 2},
             "router.num_groups: 2; says how tokens choose, here experts do; set it to 1, or choice to token",
         ),
+        ({"zero_experts": -1}, "router.zero_experts: -1; must be at least 0; 0 has none"),
+        *(
+            (
+                {"zero_experts": 2, "top_k": 1} | unlike,
+                "router.zero_experts: 2; are built where tokens choose among all experts by softmax or sigmoid and weights "
+                "scale outputs; set it to 0, or drop choice, num_groups, scales_input or sparsemixer",
+            )
+            for unlike in ({"choice": "expert"}, {"num_groups": 2}, {"scales_input": True}, {"score": "sparsemixer"})
+        ),
     ],
 )
 def test_impossible_routers_are_refused_in_one_line(router, text):
@@ -91,3 +100,19 @@ def test_impossible_routers_are_refused_in_one_line(router, text):
 def test_a_model_whose_first_sparse_layer_is_past_its_end_is_refused():
     with pytest.raises(RecipeError, match=r"^moe.first_layer: 2; the model has layers 0 to 1; lower it"):
         replace(SWITCH, moe=replace(SWITCH.moe, first_layer=2))
+
+
+@pytest.mark.parametrize("unlike", [{"moe": None}, {"residual_scale": 0.5}, {"local_layers": (0,)}, {"first_layer": 1}])
+def test_a_shortcut_is_refused_where_it_is_not_built(unlike):
+    if "first_layer" in unlike:
+        unlike = {"moe": replace(SWITCH.moe, **unlike)}
+    if "local_layers" in unlike:
+        unlike |= {"local_attention": SWITCH.attention}
+    with pytest.raises(
+        RecipeError, match=r"^model.shortcut: true; is built where every block has experts, one kind of"
+    ):
+        replace(SWITCH, shortcut=True, **unlike)
+
+
+def test_a_token_may_choose_more_than_have_weights_where_others_are_scored():
+    assert replace(SWITCH.moe.router, top_k=5, zero_experts=3).num_scored == 7
