@@ -27,11 +27,14 @@ def choose(router: TopKRouter, scores_TE: Tensor, num_rows: int) -> tuple[Tensor
 
 
 def gap_after(values: Tensor, count: int) -> Tensor:
-    """Smallest distance, over rows, between the last of the ``count`` largest values and the next one."""
+    """Smallest distance, over rows, between the last of the ``count`` largest values and the next, over their mean size.
+
+    Probabilities over many experts are small, and so is what rounding does to them.
+    """
     if count >= values.shape[-1]:
         return torch.tensor(torch.inf, dtype=values.dtype)
     last, following = values.sort(-1, descending=True).values[..., count - 1 : count + 1].unbind(-1)
-    return (last - following).min()
+    return ((last - following) / values.where(values.isfinite(), 0).abs().mean(-1)).min()
 
 
 def _experts_choose(router: TopKRouter, scores_BSE: Tensor) -> tuple[Tensor, Tensor]:
