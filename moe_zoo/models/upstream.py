@@ -150,7 +150,7 @@ def with_decoder(
     upstream = None
     if model_type is not None:
         kept = {key: value for key, value in (config.upstream or {}).items() if key in KEPT}
-        upstream = {"model_type": model_type} | kept
+        upstream = {"model_type": model_type} | ids | kept
     with torch.device("meta"):
         kind = model_class(decoder.architecture)
         made = kind(MoeZooConfig(architecture=decoder.architecture.to_dict(), upstream=upstream, **ids))

@@ -173,11 +173,15 @@ def common_back(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def heads(config: PretrainedConfig, rope: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Fields of an AttentionSpec: sizes and rotation."""
+def heads(
+    config: PretrainedConfig, rope: dict[str, Any] | None = None, *, rotates_part: bool = False
+) -> dict[str, Any]:
+    """Fields of an AttentionSpec: sizes and rotation. Most families' code rotates all of a head, whatever they are told."""
     rope = rope or config.rope_parameters
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     share = rope.get("partial_rotary_factor", 1.0)
+    if share != 1.0 and not rotates_part:
+        raise refused(config, "rope_parameters.partial_rotary_factor", share, "1.0")
     return {
         "num_heads": config.num_attention_heads,
         "num_kv_heads": config.num_key_value_heads or config.num_attention_heads,
