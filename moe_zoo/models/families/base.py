@@ -302,4 +302,13 @@ def scaling_of(config: PretrainedConfig, rope: dict[str, Any]) -> RopeScaling | 
     names = {"low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "truncate"}
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     chosen = {name: rope[name] for name in names & rope.keys() if rope[name] is not None}
+    weights = [rope.get(key) or 0.0 for key in ("mscale", "mscale_all_dim")]
+    if kind == "yarn" and "attention_factor" not in chosen and all(weights):
+        over, under = (mscale(rope["factor"], weight) for weight in weights)
+        chosen["attention_factor"] = over / under
     return RopeScaling(kind=kind, factor=rope["factor"], original_length=original, **chosen)
+
+
+def mscale(factor: float, weight: float) -> float:
+    """DeepSeek's YaRN: by how much rows ``factor`` times as long sharpen scores, weighted."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
