@@ -48,4 +48,5 @@ def _prompt_ids(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pr
     """As the model was trained: ours always begin with bos, others as their tokenizer has it."""
     if network.config.upstream is not None:
         return list(tokenizer(prompt)["input_ids"])
-    return [network.config.bos_token_id, *tokenizer.encode(prompt, add_special_tokens=False)]
+    bos = getattr(network.config, "bos_token_id", None)
+    return [*([] if bos is None else [bos]), *tokenizer.encode(prompt, add_special_tokens=False)]

@@ -77,15 +77,14 @@ class MoeZooForSeq2SeqLM(MoeZooPreTrainedModel, GenerationMixin):
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """The decoder reads a start token, then each label but the last; ignored ones are padding. As T5."""
-        config = self.config
-        start = getattr(config, "decoder_start_token_id", None)
-        start = config.pad_token_id if start is None else start
+        start, pad = (getattr(self.config, f"{name}_token_id", None) for name in ("decoder_start", "pad"))
+        start = pad if start is None else start
         if start is None:
             raise MoeZooError(
                 "config.decoder_start_token_id: null; a decoder begins with it; set it, T5 and Switch use pad_token_id = 0"
             )
         shifted = F.pad(labels[:, :-1], (1, 0), value=start)
-        return shifted.masked_fill(shifted == -100, config.pad_token_id if config.pad_token_id is not None else start)
+        return shifted.masked_fill(shifted == -100, start if pad is None else pad)
 
 
 class _Encoder(nn.Module):

@@ -117,9 +117,7 @@ class WeightFiles:
         return file
 
     def _index(self) -> dict[str, str]:
-        if (self.folder / INDEX).is_file():
-            return self._sharded()
-        if (self.folder / SINGLE).is_file():
+        if (self.folder / SINGLE).is_file():  # where there are both transformers reads this one too
             try:
                 with safe_open(self.folder / SINGLE, "pt") as file:
                     return dict.fromkeys(file.keys(), SINGLE)
@@ -128,6 +126,8 @@ class WeightFiles:
                 raise CheckpointError(
                     f"{self.folder / SINGLE}: {reason}; the file is truncated or damaged; fetch it again"
                 ) from None
+        if (self.folder / INDEX).is_file():
+            return self._sharded()
         pickled = next(iter(sorted(self.folder.glob("*.bin"))), None)
         if pickled is not None:
             raise CheckpointError(

@@ -62,8 +62,13 @@ def _write(model: MoeZooForCausalLM, tokenizer: Path, out: Path) -> None:
         for file in TOKENIZER_FILES:
             if (tokenizer / file).exists():
                 shutil.copy2(tokenizer / file, made / file)
+        stale = [path for path in out.glob("model*.safetensors*") if not (made / path.name).exists()]
         for path in made.iterdir():
             path.replace(out / path.name)
+        for (
+            path
+        ) in stale:  # shards and index of a model that was larger, which somebody would read in place of this one
+            path.unlink()
 
 
 def _newest(source: Path) -> Checkpoint:

@@ -34,7 +34,7 @@ def read(config: PretrainedConfig) -> Architecture:
         raise refused(config, "score_function", config.score_function, "sigmoid")
     rope = {"rope_theta": config.rope_theta, "partial_rotary_factor": getattr(config, "partial_rotary_factor", 1.0)}
     attention = AttentionSpec(
-        **heads(config, rope | (config.rope_parameters or {})),
+        **heads(config, rope | (config.rope_parameters or {}), rotates_part=True),
         qk_norm=config.use_qk_norm,
         bias=config.use_qkv_bias,
         out_bias=config.use_bias,

@@ -174,11 +174,15 @@ def common_back(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def heads(config: PretrainedConfig, rope: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Fields of an AttentionSpec: sizes and rotation."""
+def heads(
+    config: PretrainedConfig, rope: dict[str, Any] | None = None, *, rotates_part: bool = False
+) -> dict[str, Any]:
+    """Fields of an AttentionSpec: sizes and rotation. Most families' code rotates all of a head, whatever they are told."""
     rope = rope or config.rope_parameters
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     share = rope.get("partial_rotary_factor", 1.0)
+    if share != 1.0 and not rotates_part:
+        raise refused(config, "rope_parameters.partial_rotary_factor", share, "1.0")
     return {
         "num_heads": config.num_attention_heads,
         "num_kv_heads": config.num_key_value_heads or config.num_attention_heads,
@@ -299,4 +303,13 @@ def scaling_of(config: PretrainedConfig, rope: dict[str, Any]) -> RopeScaling | 
     names = {"low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "truncate"}
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     chosen = {name: rope[name] for name in names & rope.keys() if rope[name] is not None}
+    weights = [rope.get(key) or 0.0 for key in ("mscale", "mscale_all_dim")]
+    if kind == "yarn" and "attention_factor" not in chosen and all(weights):
+        over, under = (mscale(rope["factor"], weight) for weight in weights)
+        chosen["attention_factor"] = over / under
     return RopeScaling(kind=kind, factor=rope["factor"], original_length=original, **chosen)
+
+
+def mscale(factor: float, weight: float) -> float:
+    """DeepSeek's YaRN: by how much rows ``factor`` times as long sharpen scores, weighted."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

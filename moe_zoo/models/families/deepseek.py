@@ -6,6 +6,7 @@ from transformers import PretrainedConfig
 
 from moe_zoo.models.families.base import BLOCK, LAYER, Rule, swiglu
 from moe_zoo.spec.architecture import Architecture, MoESpec, RouterSpec
+from moe_zoo.spec.errors import CheckpointError
 
 BIAS_RULE = Rule(LAYER + "mlp.gate.e_score_correction_bias", BLOCK + "feed_forward.router.selection_bias")
 
@@ -50,11 +51,13 @@ def biased_router_back(architecture: Architecture) -> dict[str, Any]:
 
 
 def biased_moe_back(architecture: Architecture) -> dict[str, Any]:
-    """The inverse of ``biased_moe``."""
+    """The inverse of ``biased_moe``. transformers cannot build these families without a shared expert."""
     moe = architecture.moe
+    if moe.shared is None:
+        raise CheckpointError("save_pretrained: moe.shared: null; this family always has one; save the model as ours")
     return biased_router_back(architecture) | {
         "intermediate_size": architecture.feed_forward.d_ff,
         "moe_intermediate_size": moe.experts.d_ff,
-        "n_shared_experts": moe.shared.d_ff // moe.experts.d_ff if moe.shared else None,
+        "n_shared_experts": moe.shared.d_ff // moe.experts.d_ff,
         "first_k_dense_replace": moe.first_layer,
     }

@@ -12,7 +12,9 @@ from moe_zoo.spec.architecture import Architecture, AttentionSpec
 def read(config: PretrainedConfig) -> Architecture:
     return Architecture(
         **common(config),
-        attention=AttentionSpec(**heads(config), qk_norm=config.use_qk_norm, bias=config.attention_bias),
+        attention=AttentionSpec(
+            **heads(config, rotates_part=True), qk_norm=config.use_qk_norm, bias=config.attention_bias
+        ),
         feed_forward=swiglu(config.intermediate_size),
         moe=biased_moe(config),
     )

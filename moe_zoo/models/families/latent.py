@@ -1,12 +1,11 @@
 """What families with multi-head latent attention share."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from moe_zoo.models.families.base import BLOCK, LAYER, LLAMA_RULES, Rule, rope_back, scaling_of
+from moe_zoo.models.families.base import BLOCK, LAYER, LLAMA_RULES, Rule, mscale, rope_back, scaling_of
 from moe_zoo.spec.architecture import Architecture, LatentAttentionSpec, RopeScaling
 
 LATENT_RULES = (
@@ -42,7 +41,7 @@ def latent_attention(config: PretrainedConfig) -> LatentAttentionSpec:
         value_dim=config.v_head_dim,
         query_rank=config.q_lora_rank,
         rope_theta=rope["rope_theta"],
-        rope_scaling=replace(scaling, **_mscales(scaling, rope)) if scaling else None,
+        rope_scaling=replace(scaling, score_factor=_score_factor(scaling, rope)) if scaling else None,
         rope_interleaved=getattr(config, "rope_interleave", True),
         bias=bool(config.attention_bias),
     )
@@ -64,14 +63,6 @@ def latent_back(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def _mscales(scaling: RopeScaling, rope: dict[str, Any]) -> dict[str, float]:
-    """DeepSeek's YaRN: mscale over mscale_all_dim on queries and keys, the latter squared on their product."""
-    mscale, all_dim = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
-    factors = {"score_factor": _mscale(scaling.factor, all_dim) ** 2} if all_dim else {}
-    if scaling.attention_factor is None and mscale and all_dim:
-        factors["attention_factor"] = _mscale(scaling.factor, mscale) / _mscale(scaling.factor, all_dim)
-    return factors
-
-
-def _mscale(factor: float, weight: float) -> float:
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+def _score_factor(scaling: RopeScaling, rope: dict[str, Any]) -> float:
+    """DeepSeek's YaRN: mscale_all_dim squared on the product of queries and keys."""
+    return mscale(scaling.factor, rope.get("mscale_all_dim") or 0.0) ** 2

@@ -30,12 +30,12 @@ FULL, LOCAL = "full_attention", "sliding_attention"
 def read(config: PretrainedConfig) -> Architecture:
     rope = config.rope_parameters
     spec = AttentionSpec(
-        **heads(config, rope[FULL]),
+        **heads(config, rope[FULL], rotates_part=True),
         bias=bool(config.attention_bias),
         value_dim=config.v_head_dim,
         value_scale=1.0 if config.attention_value_scale is None else config.attention_value_scale,
     )
-    there = heads(config, rope[LOCAL])
+    there = heads(config, rope[LOCAL], rotates_part=True)
     local = {key: there[key] for key in ("rope_theta", "rope_scaling", "rotary_dim")}
     local |= {"num_kv_heads": 2 * spec.num_kv_heads, "sinks": True}
     return Architecture(

@@ -21,7 +21,7 @@ from moe_zoo.spec.architecture import Architecture, AttentionSpec
 
 
 def read(config: PretrainedConfig) -> Architecture:
-    attention = AttentionSpec(**heads(config), qk_norm=True, qk_norm_over="all")
+    attention = AttentionSpec(**heads(config, rotates_part=True), qk_norm=True, qk_norm_over="all")
     experts = sparse_everywhere(config, score="sigmoid", normalize=True, selection_bias=True)
     return Architecture(**common(config), attention=attention, **experts)
 

@@ -10,9 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, pipeline
 
 import moe_zoo
+from moe_zoo.models.generation import generate_text
 from moe_zoo.models.hub import from_architecture
 from moe_zoo.models.init import initialize
 from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.errors import MoeZooError
 from tests.conftest import TOKENIZER
 from tests.unit.models.test_families import QWEN, theirs
 
@@ -180,3 +182,14 @@ def test_what_a_trainer_gathered_is_what_is_saved(tmp_path):
     gathered = {name: values + 1 for name, values in made.state_dict().items()}
     made.save_pretrained(tmp_path / "after", state_dict=gathered)
     assert all(torch.equal(v, gathered[n]) for n, v in moe_zoo.load(tmp_path / "after").state_dict().items())
+
+
+def test_a_model_of_ours_without_a_first_token_goes_on_from_a_prompt(model, tmp_path):
+    made = from_architecture(model.model.architecture)
+    initialize(made.model, seed=3)
+    made.save_pretrained(tmp_path)
+    for file in TOKENIZER.glob("tokenizer*"):
+        shutil.copy2(file, tmp_path)
+    assert isinstance(generate_text(tmp_path, "def main(", num_tokens=2, temperature=0), str)
+    with pytest.raises(MoeZooError, match="it has no token that begins a text; give a prompt"):
+        generate_text(tmp_path, "", num_tokens=2)

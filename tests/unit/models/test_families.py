@@ -142,6 +142,7 @@ CASES = {
     "mixtral": [
         {"num_local_experts": 4, "sliding_window": 5},
         {"num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": YARN},
+        {"num_local_experts": 4, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
     ],
     "qwen2_moe": [
         QWEN

@@ -19,7 +19,7 @@ from moe_zoo.ops import reference
 from moe_zoo.ops.relative import relative_buckets
 from moe_zoo.spec.accounting import num_parameters
 from moe_zoo.spec.architecture import Architecture
-from moe_zoo.spec.errors import CheckpointError, RecipeError
+from moe_zoo.spec.errors import CheckpointError, MoeZooError, RecipeError
 from tests.helpers import run_where_moe_zoo_is_not_installed
 
 SMALL = {
@@ -316,3 +316,9 @@ def test_untied_embeddings_of_both_halves_are_one_here_and_two_there(tmp_path):
 def test_what_no_encoder_decoder_can_be_is_refused(values, message):
     with pytest.raises(RecipeError, match=message):
         Architecture.from_dict(ARCH | values)
+
+
+def test_labels_without_a_token_to_begin_with_are_refused_in_a_line():
+    ids = torch.tensor([[3, 4, 5]])
+    with pytest.raises(MoeZooError, match=r"^config.decoder_start_token_id: null; a decoder begins with it; "):
+        moe_zoo.load("switch-encdec-test")(ids, labels=ids)

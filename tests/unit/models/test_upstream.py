@@ -3,14 +3,18 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import moe_zoo
+from moe_zoo.models.hub import from_architecture
+from moe_zoo.models.init import initialize
+from moe_zoo.models.upstream import family_that_fits, with_decoder
 from moe_zoo.spec.errors import CheckpointError
 from tests.unit.models.test_families import DEEPSEEK, LATENT, LONGCAT, QWEN, theirs
 
@@ -334,3 +338,39 @@ def test_a_longcat_that_transformers_would_build_otherwise(tmp_path, key, value,
     assert refusal(tmp_path) == (
         f"config.json of longcat_flash: {key}: {value}; moe-zoo builds this family with {known}; choose another model"
     )
+
+
+@pytest.mark.parametrize("name", [name for name in moe_zoo.preset_names() if name.endswith("-tiny")] + ["topk-lm-test"])
+def test_what_is_written_as_the_family_that_fits_computes_the_same_there(tmp_path, name):
+    architecture = moe_zoo.load_preset(name)
+    made = from_architecture(architecture, bos_token_id=1, eos_token_id=2)
+    initialize(made.model, seed=0)
+    with_decoder(made, made.model).save_pretrained(tmp_path)
+    door = AutoModelForSeq2SeqLM if architecture.encoder else AutoModelForCausalLM
+    theirs, told = door.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(told.values()), told
+    ids = {"input_ids": torch.arange(1, 24)[None]}
+    ids |= {"decoder_input_ids": torch.arange(3, 9)[None]} if architecture.encoder else {}
+    found, expected = (model.eval()(**ids).logits for model in (made, theirs))
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (1, 2)
+
+
+def test_part_of_a_head_is_rotated_only_where_transformers_does_so(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    theirs("dots1", DEEPSEEK | {"rope_parameters": rope}).save_pretrained(tmp_path)
+    assert "rope_parameters.partial_rotary_factor: 0.5; moe-zoo builds this family with 1.0" in refusal(tmp_path)
+
+
+def test_a_single_file_is_read_before_an_index_as_transformers_does(folder):
+    theirs("qwen3_moe", QWEN).save_pretrained(folder / "single")
+    tensors = load_file(folder / "single" / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(moe_zoo.load(folder).model.norm.weight, tensors["model.norm.weight"])
+
+
+def test_no_family_that_always_has_a_shared_expert_is_given_a_model_without_one():
+    architecture = moe_zoo.load_preset("dots1-tiny")
+    assert family_that_fits(architecture) == "dots1"
+    assert family_that_fits(replace(architecture, moe=replace(architecture.moe, shared=None))) is None

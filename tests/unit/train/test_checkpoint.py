@@ -337,3 +337,12 @@ def test_a_run_whose_numbers_a_family_has_is_exported_as_that_family(engine, tmp
     assert refusal(lambda: export_checkpoint(made, tmp_path / "no", family="mixtral")) == (
         "export: --format mixtral; the model of this run is no mixtral; give dots1, or auto, which finds it"
     )
+
+
+def test_an_export_over_a_model_of_more_files_leaves_none_of_them(engine, tmp_path):
+    made = save_checkpoint(tmp_path / "checkpoints", engine, step=2)
+    out = export_checkpoint(made, tmp_path / "exported")
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "notes.txt"):
+        (out / name).write_text("of an earlier model")
+    export_checkpoint(made, out)
+    assert (out / "notes.txt").exists() and not [*out.glob("model-*"), *out.glob("*.index.json")]
