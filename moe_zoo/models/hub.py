@@ -30,7 +30,7 @@ def load(
     ``dtype`` "auto" keeps what the files hold. ``kwargs`` go to ``from_pretrained`` of a model of ours. Raises
     ``CheckpointError`` if there is no such model.
     """
-    if str(name) in preset_names():
+    if str(name) in preset_names() and not Path(name).is_dir():  # what is on disk was put there by somebody
         architecture = load_preset(str(name))
         _check_fits(str(name), architecture, 4)
         model = from_architecture(architecture)
