@@ -106,7 +106,9 @@ def card(
 @app.command(epilog="Example: moe-zoo check runs/switch-lm-tiny/model")
 def check(
     model: Trained,
-    text: Annotated[Path | None, typer.Option(help="A file of text, in place of a built-in one.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A file of text, of which 2,048 tokens are read, in place of a built-in one.")
+    ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Its folder or Hub id, where the model has none.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -259,9 +261,9 @@ def _usage(model: "SparseDecoder", name: str, text: Path) -> Any:
 
 
 def _architecture(name: str) -> "Architecture":
-    from moe_zoo.spec.presets import load_preset, preset_names
+    from moe_zoo.spec.presets import is_preset, load_preset, preset_names
 
-    if name in preset_names():
+    if is_preset(name):
         return load_preset(name)
     if "/" not in name and not Path(name).exists():
         raise MoeZooError(f"info: {name}; no preset and no folder; {did_you_mean(name, preset_names())}")

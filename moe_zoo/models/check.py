@@ -9,7 +9,7 @@ from moe_zoo.models.hub import load
 from moe_zoo.models.source import Source
 from moe_zoo.models.tokenizer import check_ids, read_tokenizer
 from moe_zoo.spec.errors import MoeZooError
-from moe_zoo.spec.presets import preset_names
+from moe_zoo.spec.presets import is_preset
 
 # Ours, and in nobody's training data word by word: prose, then code.
 SAMPLE = """\
@@ -23,6 +23,7 @@ def count_animals(cages):
     return total
 """
 TRAINED = 0.9  # of the loss of guessing: a model below it has learnt something
+MOST_TOKENS = 2048  # of a text are read: one row, whose attention grows with its square
 WORSE = 1.1  # above it weights and tokenizer, or weights and configuration, do not belong together
 
 
@@ -44,7 +45,7 @@ class FirstLoss(NamedTuple):
 @torch.no_grad()
 def first_loss(name: str, text: str | None = None, tokenizer: str | None = None) -> FirstLoss:
     """Mean loss of a model on ``text``. Raises ``MoeZooError`` if there is no tokenizer to read it with."""
-    if name in preset_names():
+    if is_preset(name):
         raise MoeZooError(f"check: {name}; a preset has no weights to check; give a folder or a Hub id")
     source = Source(name)
     reader = read_tokenizer(tokenizer or str(source.folder))
@@ -53,5 +54,5 @@ def first_loss(name: str, text: str | None = None, tokenizer: str | None = None)
     if len(read) < 2:
         raise MoeZooError(f"check: the text is {len(read)} tokens; a loss needs at least two; give a longer one")
     vocab_size = model.model.architecture.vocab_size
-    ids = torch.tensor([check_ids(read, vocab_size, f"check: {name}")])
+    ids = torch.tensor([check_ids(read[:MOST_TOKENS], vocab_size, f"check: {name}")])
     return FirstLoss(name, model(ids, labels=ids).loss.item(), math.log(vocab_size), ids.shape[1])

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from moe_zoo.models.hub import load, without_progress_bars
 from moe_zoo.models.tokenizer import check_ids, read_tokenizer
 from moe_zoo.spec.errors import CheckpointError
-from moe_zoo.spec.presets import preset_names
+from moe_zoo.spec.presets import is_preset
 
 
 def generate_text(model: str | Path, prompt: str, *, num_tokens: int, temperature: float = 0.8, seed: int = 0) -> str:
@@ -18,7 +18,7 @@ def generate_text(model: str | Path, prompt: str, *, num_tokens: int, temperatur
     """
     inside = Path(model) / "model"
     folder = inside if (inside / "config.json").is_file() else model
-    if str(model) in preset_names():
+    if is_preset(str(model)):
         raise CheckpointError(f"generate: {model}; a preset has fresh weights and no tokenizer; give a trained model")
     with without_progress_bars():
         network = load(folder)

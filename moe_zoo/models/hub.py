@@ -19,7 +19,7 @@ from moe_zoo.models.upstream import load_upstream
 from moe_zoo.spec.accounting import weight_bytes
 from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import CheckpointError
-from moe_zoo.spec.presets import load_preset, preset_names
+from moe_zoo.spec.presets import is_preset, load_preset
 
 
 def load(
@@ -30,7 +30,7 @@ def load(
     ``dtype`` "auto" keeps what the files hold. ``kwargs`` go to ``from_pretrained`` of a model of ours. Raises
     ``CheckpointError`` if there is no such model.
     """
-    if str(name) in preset_names() and not Path(name).is_dir():  # what is on disk was put there by somebody
+    if is_preset(str(name)):
         architecture = load_preset(str(name))
         _check_fits(str(name), architecture, 4)
         model = from_architecture(architecture)

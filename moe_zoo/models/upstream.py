@@ -51,7 +51,7 @@ def load_upstream(source: Source, dtype: torch.dtype | None = torch.float32) -> 
     source.files.quantised_as = dtype or torch.bfloat16
     _fill(model.model, source, dtype)
     model.tie_weights()
-    _check_copies(source)
+    check_copies(source)
     padding = source.family.padding(architecture)
     unused = [name for name in source.files.unused() if name not in padding]
     if left := [name for name in unused if not _is_beyond(name, source)]:
@@ -89,8 +89,8 @@ def _fill(model: Network, source: Source, dtype: torch.dtype | None) -> None:
             module.register_buffer(name, _checked(source, full, buffer).to(buffer.dtype))
 
 
-def _check_copies(source: Source) -> None:
-    """Tensors that a folder holds twice must be the same."""
+def check_copies(source: Source) -> None:
+    """Refuse a folder of a family that holds a tensor twice, in two versions."""
     copies = source.family.aliases(source.architecture)
     rules = rules_by_parameter(source.family, source.architecture)
     if source.architecture.tie_embeddings and "head.weight" in rules:

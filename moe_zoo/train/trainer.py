@@ -11,6 +11,7 @@ from moe_zoo.comm.launch import World, init_process_group
 from moe_zoo.comm.mesh import Mesh
 from moe_zoo.engines import MicroBatch, make_engine
 from moe_zoo.models.source import Source, check_source
+from moe_zoo.models.upstream import check_copies
 from moe_zoo.parallel.build import build_model
 from moe_zoo.spec.accounting import num_active_parameters, num_parameters, training_flops_per_token
 from moe_zoo.spec.engine import engine_name
@@ -198,6 +199,8 @@ def _first_weights(recipe: Recipe) -> Source | None:
         if recipe.init:
             source = Source(recipe.init)
             check_source(source, recipe.model)
+            if source.family is not None:
+                check_copies(source)
     except MoeZooError as error:
         failure = error
     raise_everywhere(failure)

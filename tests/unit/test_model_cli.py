@@ -157,3 +157,11 @@ def test_a_text_or_a_place_that_will_not_do_is_one_line(capsys, folders, tmp_pat
         assert (code, err.count("error: ")) == (2, 1) and told in err.splitlines()[-1], err
     code, _, err = run(capsys, "prune-experts", sparse, str(tmp_path / out), *prune)  # more than is read at once
     assert code == 0, err
+
+
+def test_a_folder_comes_before_a_preset_of_its_name(capsys, folders, tmp_path, monkeypatch):
+    shutil.copytree(folders / "sparse", tmp_path / "topk-lm-test")
+    assert moe_zoo.load("topk-lm-test").model.architecture.num_experts == 4
+    monkeypatch.chdir(tmp_path)
+    assert moe_zoo.load("topk-lm-test").model.architecture.num_experts == 6
+    assert json.loads(run(capsys, "info", "topk-lm-test", "--json")[1])["experts"] == 6

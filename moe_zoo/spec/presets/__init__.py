@@ -2,6 +2,7 @@
 
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_zoo.spec.architecture import Architecture
@@ -25,6 +26,11 @@ class Preset(NamedTuple):
 def preset_names() -> list[str]:
     """Every preset, sorted."""
     return sorted(_presets())
+
+
+def is_preset(name: str) -> bool:
+    """Whether ``name`` means a preset: a folder of that name was put there by somebody, and comes first."""
+    return name in _presets() and not Path(name).is_dir()
 
 
 def load_preset(name: str) -> Architecture:
