@@ -8,8 +8,9 @@ import math
 from typing import Any
 
 from moe_zoo.certify.problem import num_pairs
-from moe_zoo.spec.architecture import AttentionSpec, LatentAttentionSpec, RelativeAttentionSpec, RouterSpec
+from moe_zoo.spec.attention import AttentionSpec, LatentAttentionSpec, RelativeAttentionSpec
 from moe_zoo.spec.engine import engine_name
+from moe_zoo.spec.feed_forward import RouterSpec
 from moe_zoo.spec.recipe import Recipe
 
 Changes = dict[str, Any]  # by dotted key

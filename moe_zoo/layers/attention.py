@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moe_zoo.layers.norm import AllHeadsNorm
 from moe_zoo.ops.attention import attend
 from moe_zoo.ops.rope import Places, pair_up, rotate
-from moe_zoo.spec.architecture import AttentionSpec
+from moe_zoo.spec.attention import AttentionSpec
 
 Attend = Callable[..., Tensor]  # (queries, keys, values, mask, **how) as ops.attention.attend
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from moe_zoo.layers.attention import Attend, KeyValueCache
 from moe_zoo.ops.attention import attend
 from moe_zoo.ops.rope import Places, pair_up, rotate
-from moe_zoo.spec.architecture import LatentAttentionSpec
+from moe_zoo.spec.attention import LatentAttentionSpec
 
 
 class LatentAttention(nn.Module):

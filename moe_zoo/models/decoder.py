@@ -20,7 +20,9 @@ from moe_zoo.layers.norm import make_norm
 from moe_zoo.layers.router import RouterStats, TopKRouter
 from moe_zoo.ops.experts import Unit
 from moe_zoo.ops.rope import places_of
-from moe_zoo.spec.architecture import Architecture, FeedForwardSpec, LatentAttentionSpec, RelativeAttentionSpec
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import LatentAttentionSpec, RelativeAttentionSpec
+from moe_zoo.spec.feed_forward import FeedForwardSpec
 
 
 class DecoderOutput(NamedTuple):

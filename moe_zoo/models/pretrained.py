@@ -74,7 +74,7 @@ class MoeZooPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Weights and configuration: by the names of its family, or with the code to load them without moe-zoo."""
         if self.config.upstream is not None:
-            importlib.import_module("moe_zoo.models.upstream").save_upstream(self, Path(save_directory), **kwargs)
+            importlib.import_module("moe_zoo.models.saving").save_upstream(self, Path(save_directory), **kwargs)
             return
         stem = Path(REMOTE_FILE).stem
         self.config.auto_map = {
@@ -84,7 +84,7 @@ class MoeZooPreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, **kwargs)
         (Path(save_directory) / REMOTE_FILE).write_text(remote_code())
         if self.companions is not None:
-            importlib.import_module("moe_zoo.models.upstream").copy_companions(self, Path(save_directory))
+            importlib.import_module("moe_zoo.models.saving").copy_companions(self, Path(save_directory))
 
 
 def token_loss(logits: Tensor, targets: Tensor, num_items: Tensor | int | None) -> Tensor:

@@ -9,6 +9,9 @@ import inspect
 
 MODULES = (  # in the order of who needs whom
     "moe_zoo.spec.errors",
+    "moe_zoo.spec.numbers",
+    "moe_zoo.spec.attention",
+    "moe_zoo.spec.feed_forward",
     "moe_zoo.spec.architecture",
     "moe_zoo.ops.noise",
     "moe_zoo.ops.routing",

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from moe_zoo.models.decoder import SparseDecoder
-from moe_zoo.spec.architecture import Architecture, FeedForwardSpec, MoESpec, RouterSpec
+from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import MoeZooError
+from moe_zoo.spec.feed_forward import FeedForwardSpec, MoESpec, RouterSpec
 
 Tensors = dict[str, Tensor]
 SMOOTHING = 1e-9  # an expert that nobody used still has a weight in a mean

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_zoo.spec.architecture import AttentionSpec, LatentAttentionSpec, RopeScaling
+from moe_zoo.spec.attention import AttentionSpec, LatentAttentionSpec, RopeScaling
 
 
 def rotary_angles(

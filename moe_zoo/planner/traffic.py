@@ -11,13 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from moe_zoo.spec.accounting import ffn_biases, ffn_matrices, latent_matrices, latent_vectors, position_tables
-from moe_zoo.spec.architecture import (
-    Architecture,
-    AttentionSpec,
-    FeedForwardSpec,
-    LatentAttentionSpec,
-    RelativeAttentionSpec,
-)
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import AttentionSpec, LatentAttentionSpec, RelativeAttentionSpec
+from moe_zoo.spec.feed_forward import FeedForwardSpec
 from moe_zoo.spec.layout import ParallelLayout
 from moe_zoo.spec.recipe import Recipe, row_parts
 from moe_zoo.spec.stages import cut_stages

@@ -5,14 +5,9 @@ Letters: D model width, F expert width, E experts, K choices, H heads, S sequenc
 
 from typing import NamedTuple
 
-from moe_zoo.spec.architecture import (
-    Architecture,
-    AttentionSpec,
-    FeedForwardSpec,
-    LatentAttentionSpec,
-    MoESpec,
-    RelativeAttentionSpec,
-)
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import AttentionSpec, LatentAttentionSpec, RelativeAttentionSpec
+from moe_zoo.spec.feed_forward import FeedForwardSpec, MoESpec
 
 # bf16: weight 2, gradient 2, master and moments 12; fp32: 4 of each. Source: ZeRO, arXiv:1910.02054, section 3.1.
 TRAINING_BYTES_PER_PARAMETER = 16

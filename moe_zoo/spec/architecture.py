@@ -4,204 +4,16 @@ Plain dataclasses, not pydantic: the file travels with exported models, whose re
 """
 
 import dataclasses
-import math
 import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from moe_zoo.spec.attention import AttentionSpec, LatentAttentionSpec, RelativeAttentionSpec
 from moe_zoo.spec.errors import RecipeError, did_you_mean
+from moe_zoo.spec.feed_forward import FeedForwardSpec, MoESpec
+from moe_zoo.spec.numbers import STRICT, check_one_of, check_positive
 
 SCALES = ("embedding_scale", "residual_scale", "logit_divisor")
-STRICT = {"extra": "forbid"}  # read by pydantic when a recipe holds these classes
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Rotary frequencies stretched to rows longer than the model was first trained on.
-
-    ``linear`` divides all by ``factor`` (arXiv:2306.15595); ``llama3`` only those of long waves, with a ramp between
-    ``low_freq_factor`` and ``high_freq_factor`` turns per ``original_length``; ``yarn`` ramps between ``beta_slow`` and
-    ``beta_fast`` turns and scales queries and keys by ``attention_factor`` (arXiv:2309.00071).
-    """
-
-    kind: Literal["linear", "llama3", "yarn"]
-    factor: float
-    original_length: int = 0  # of llama3 and yarn
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None  # null: 0.1 ln(factor) + 1
-    score_factor: float = 1.0  # of the scores beside it (DeepSeek's mscale_all_dim, squared)
-    truncate: bool = True  # the ramp begins and ends at whole dimensions
-
-    __pydantic_config__ = STRICT
-
-    def __post_init__(self) -> None:
-        _positive(self, "factor")
-        _one_of(self, "kind", ("linear", "llama3", "yarn"))
-        if self.kind != "linear" and self.original_length <= 0:
-            raise RecipeError(
-                f"rope_scaling.original_length: {self.original_length}; {self.kind} counts turns per the length that the "
-                f"model was first trained on; set it"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
-    """Grouped-query attention with rotary positions: ``num_heads / num_kv_heads`` queries share a key."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    rotary_dim: int | None = None  # leading part of each head that is rotated; null: all of it; 0: none
-    rope_interleaved: bool = False  # pairs (0, 1), (2, 3) ... in place of halves (ERNIE)
-    qk_norm: bool = False  # RMSNorm of queries and keys
-    qk_norm_over: Literal["head", "all"] = "head"  # each head by itself (Qwen3), or all of them together (OLMoE)
-    bias: bool = False  # of query, key and value
-    out_bias: bool = False  # of the output
-    qk_unit_norm: bool = False  # RMSNorm of queries and keys without gains, after the rotation (Llama 4)
-    window: int | None = None  # keys that a query sees, its own among them; null: all before it (arXiv:2310.06825)
-    chunk: int | None = None  # a query sees its own chunk of a document alone, cut every so many tokens (Llama 4)
-    # Queries far into a document times 1 + temperature * ln(1 + floor((position + 1) / temperature_floor)).
-    temperature: float = 0.0  # Source: arXiv:2501.19399, as in transformers.models.llama4
-    temperature_floor: int = 8192
-    sinks: bool = False  # a learned score per head that takes its share of the softmax and gives nothing (gpt-oss)
-    scale: float | None = None  # of the scores; null: 1 / sqrt(head_dim)
-    value_dim: int | None = None  # width of a value; null: head_dim
-    value_scale: float = 1.0  # of the values (MiMo)
-
-    __pydantic_config__ = STRICT
-
-    def __post_init__(self) -> None:
-        _positive(self, "num_heads", "num_kv_heads", "head_dim", "rope_theta", "value_scale")
-        optional = ("window", "chunk", "scale", "value_dim")
-        _positive(self, "temperature_floor", *(name for name in optional if getattr(self, name) is not None))
-        _one_of(self, "qk_norm_over", ("head", "all"))
-        if self.num_heads % self.num_kv_heads:
-            raise RecipeError(
-                f"attention.num_kv_heads: {self.num_kv_heads}; must divide num_heads = {self.num_heads}; "
-                f"{self.num_heads} keeps every head its own keys"
-            )
-        if self.head_dim % 2:
-            raise RecipeError(f"attention.head_dim: {self.head_dim}; rotary pairs need an even number; change it")
-        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim):
-            raise RecipeError(
-                f"attention.rotary_dim: {self.rotary_dim}; must be even and at most head_dim = {self.head_dim}; "
-                f"null rotates all of it"
-            )
-
-    @property
-    def has_out_bias(self) -> bool:
-        """Whether the output has a bias."""
-        return self.out_bias
-
-    @property
-    def value_width(self) -> int:
-        """Width of a value."""
-        return self.value_dim or self.head_dim
-
-    @property
-    def rotary_width(self) -> int:
-        """Entries of a head that are rotated."""
-        return self.head_dim if self.rotary_dim is None else self.rotary_dim
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentAttentionSpec:
-    """Multi-head latent attention: keys and values of all heads come from one narrow vector per token.
-
-    A head is ``nope_dim`` entries that are not rotated and ``rope_dim`` that are, of which the keys' are shared by all
-    heads. Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
-    """
-
-    num_heads: int
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    query_rank: int | None = None  # null: queries come straight from the hidden state
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    rope_interleaved: bool = True  # pairs (0, 1), (2, 3) ... as DeepSeek's weights have them
-    norm_eps: float = 1e-6  # of the two narrow vectors
-    bias: bool = False  # of the matrices that make narrow vectors, and of the output
-    scales_ranks: bool = False  # the narrow vectors times sqrt(d_model / width) (LongCat)
-
-    __pydantic_config__ = STRICT
-
-    def __post_init__(self) -> None:
-        _positive(self, "num_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim", "rope_theta")
-        if self.rope_dim % 2:
-            raise RecipeError(f"attention.rope_dim: {self.rope_dim}; rotary pairs need an even number; change it")
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Every head has keys of its own."""
-        return self.num_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a query or a key."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def has_out_bias(self) -> bool:
-        """Whether the output has a bias."""
-        return self.bias
-
-    @property
-    def value_width(self) -> int:
-        """Width of a value."""
-        return self.value_dim
-
-    @property
-    def rotary_width(self) -> int:
-        """Entries of a head that are rotated."""
-        return self.rope_dim
-
-
-@dataclass(frozen=True, kw_only=True)
-class RelativeAttentionSpec:
-    """Attention of an encoder-decoder: every head has keys of its own, and a learned bias for each bucket of distances.
-
-    Scores are not scaled: initial queries are narrower by sqrt(head_dim) instead. Source: T5, arXiv:1910.10683,
-    section 2.1.
-    """
-
-    num_heads: int
-    head_dim: int
-    buckets: int = 32  # of distances between a query and a key; half of them exact, the others ever wider
-    max_distance: int = 128  # from here on all are alike
-
-    __pydantic_config__ = STRICT
-
-    def __post_init__(self) -> None:
-        _positive(self, "num_heads", "head_dim")
-        if self.buckets < 4 or self.buckets % 2:  # an encoder gives half of them to each direction
-            raise RecipeError(f"attention.buckets: {self.buckets}; must be even and at least 4; T5 uses 32")
-        if self.max_distance <= self.buckets // 2:
-            raise RecipeError(
-                f"attention.max_distance: {self.max_distance}; must be above buckets / 2 = {self.buckets // 2}, up to "
-                f"which distances have buckets of their own; T5 uses 128"
-            )
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Every head has keys of its own."""
-        return self.num_heads
-
-    @property
-    def has_out_bias(self) -> bool:
-        """It has no biases but those of distances."""
-        return False
-
-    @property
-    def value_width(self) -> int:
-        """Width of a value."""
-        return self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,171 +29,12 @@ class EncoderSpec:
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        _positive(self, "num_layers")
+        check_positive(self, "num_layers")
         if (self.first_layer is not None and self.first_layer < 0) or (self.every is not None and self.every < 1):
             raise RecipeError(
                 f"encoder: first_layer {self.first_layer}, every {self.every}; layers count from 0, and a stride is at "
                 f"least 1; raise it, or write null for what model.moe says"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeedForwardSpec:
-    """One FFN, dense or one expert: ``activation(x W_up) W_down``, or gated, ``(act(x W_gate) * x W_up) W_down``."""
-
-    d_ff: int
-    activation: Literal["relu", "gelu", "silu", "quick_gelu"] = "silu"  # the last: x sigmoid(1.702 x)
-    gated: bool = True  # silu + gated = SwiGLU, gelu + gated = GEGLU, relu ungated = Switch
-    bias: bool = False  # of all its matrices
-    limit: float | None = None  # the gate is cut off above it, the up half above and below (gpt-oss)
-    up_offset: float = 0.0  # added to the up half after that
-
-    __pydantic_config__ = STRICT
-
-    def __post_init__(self) -> None:
-        _positive(self, "d_ff", *(("limit",) if self.limit is not None else ()))
-        _one_of(self, "activation", ("relu", "gelu", "silu", "quick_gelu"))
-        for name in ("limit", "up_offset"):
-            if getattr(self, name) and not self.gated:
-                raise RecipeError(
-                    f"feed_forward.{name}: {getattr(self, name)}; belongs to a gated one; drop it, or set gated to true"
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterSpec:
-    """How tokens and experts find each other.
-
-    ``softmax``, ``top_k = 1``, a capacity factor and jitter make the Switch router (arXiv:2101.03961);
-    ``sigmoid`` with ``selection_bias``, ``normalize`` and groups that of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
-    With ``choice = "expert"`` each expert takes its best tokens of every row, ``top_k`` per token on average
-    (arXiv:2202.09368): always balanced, but a token's route depends on later ones, so such a model cannot generate.
-
-    ``zero_experts`` more are scored and chosen like all others, and give back what they get: no weights, no capacity, no
-    travel (LongCat-Flash, arXiv:2509.01322). Balance is even over both kinds, so a token meets ``top_k * num_experts /
-    num_scored`` with weights on average; as there, ``balance.method = bias`` moves the bias of these alone.
-    """
-
-    num_experts: int  # that have weights
-    top_k: int = 1
-    zero_experts: int = 0
-    # sparsemixer: of each choice, a softmax over the experts that are not far behind it (arXiv:2409.12136, section 2.1)
-    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
-    tolerance: float = 0.0  # of sparsemixer: how far behind, as a share
-    scales_input: bool = False  # the weight multiplies what an expert is given, not what it gives (Llama 4)
-    normalize: bool = False  # chosen weights sum to one
-    scale: float = 1.0  # multiplies the weights
-    bias: bool = False  # of the logits, trained
-    selection_bias: bool = False  # added to the scores for the choice alone; moved by balance.method = bias
-    jitter: float = 0.0  # router input times uniform(1 - jitter, 1 + jitter) in training
-    capacity_factor: float | None = None  # slots an expert takes per sequence, over the mean; None never drops
-    eval_capacity_factor: float | None = None
-    num_groups: int = 1  # equal runs of experts, of which a token chooses within its best
-    groups_per_token: int = 1
-    group_score: Literal["max", "top2"] = "max"  # of a group: its best expert's, or the sum of its two best
-    # Who chooses. For experts a null capacity_factor means 1, and a null eval_capacity_factor the same as in training.
-    choice: Literal["token", "expert"] = "token"
-
-    __pydantic_config__ = STRICT
-
-    def __post_init__(self) -> None:
-        _positive(self, "num_experts", "top_k", "scale")
-        _one_of(self, "score", ("softmax", "sigmoid", "sparsemixer"))
-        if self.zero_experts < 0:
-            raise RecipeError(f"router.zero_experts: {self.zero_experts}; must be at least 0; 0 has none")
-        if self.top_k > self.num_scored:
-            raise RecipeError(
-                f"router.top_k: {self.top_k}; a token cannot choose more than num_experts = {self.num_scored}; lower it"
-            )
-        if not 0 <= self.jitter < 1:
-            raise RecipeError(f"router.jitter: {self.jitter}; must be at least 0 and below 1; Switch uses 0.01")
-        for name in ("capacity_factor", "eval_capacity_factor"):
-            factor = getattr(self, name)
-            if factor is not None and factor <= 0:
-                raise RecipeError(f"router.{name}: {factor}; must be positive; null never drops a token")
-        if self.scales_input and self.top_k > 1:
-            raise RecipeError(
-                f"router.scales_input: true; each of top_k = {self.top_k} choices would want an input of its own; set "
-                f"top_k to 1"
-            )
-        self._check_groups()
-        self._check_choice()
-        plain = (self.choice, self.num_groups, self.scales_input) == ("token", 1, False)
-        if self.zero_experts and not (plain and self.score != "sparsemixer"):
-            raise RecipeError(
-                f"router.zero_experts: {self.zero_experts}; are built where tokens choose among all experts by softmax or "
-                f"sigmoid and weights scale outputs; set it to 0, or drop choice, num_groups, scales_input or sparsemixer"
-            )
-        if self.score == "sparsemixer" and (self.choice, self.num_groups, self.selection_bias) != ("token", 1, False):
-            raise RecipeError(
-                "router.score: sparsemixer; knows no groups, no selection_bias and no choice by experts; set score to softmax"
-            )
-
-    def _check_groups(self) -> None:
-        _positive(self, "num_groups", "groups_per_token")
-        _one_of(self, "group_score", ("max", "top2"))
-        if self.num_experts % self.num_groups:
-            raise RecipeError(
-                f"router.num_groups: {self.num_groups}; must divide num_experts = {self.num_experts}; try "
-                f"{math.gcd(self.num_groups, self.num_experts)}"
-            )
-        if self.groups_per_token > self.num_groups:
-            raise RecipeError(
-                f"router.groups_per_token: {self.groups_per_token}; there are num_groups = {self.num_groups}; lower it"
-            )
-        within_reach = self.groups_per_token * self.num_scored // self.num_groups
-        if self.top_k > within_reach:
-            raise RecipeError(
-                f"router.top_k: {self.top_k}; the groups_per_token = {self.groups_per_token} groups of a token hold "
-                f"{within_reach} experts; lower it, or raise groups_per_token"
-            )
-
-    def _check_choice(self) -> None:
-        _one_of(self, "choice", ("token", "expert"))
-        if self.choice == "token":
-            return
-        for name, plain in (("selection_bias", False), ("num_groups", 1)):
-            if getattr(self, name) != plain:
-                raise RecipeError(
-                    f"router.{name}: {str(getattr(self, name)).lower()}; says how tokens choose, here experts do; "
-                    f"set it to {str(plain).lower()}, or choice to token"
-                )
-
-    @property
-    def num_scored(self) -> int:
-        """Experts among which a token chooses: those with weights and those without."""
-        return self.num_experts + self.zero_experts
-
-    def slots_per_token(self, seq_len: int) -> float:
-        """Choices per token of a row: ``top_k``, or where experts choose what they take in all, rounded up for each."""
-        if self.choice == "token":
-            return self.top_k
-        capacity = math.ceil((self.capacity_factor or 1.0) * seq_len * self.top_k / self.num_experts)
-        return self.num_experts * capacity / seq_len
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoESpec:
-    """The sparse feed-forward of a model, and the layers that have one."""
-
-    router: RouterSpec
-    experts: FeedForwardSpec
-    shared: FeedForwardSpec | None = None  # an expert that every token visits
-    shared_gate: bool = False  # its output times sigmoid(w x) (Qwen2-MoE)
-    dense_layers: tuple[int, ...] = ()  # layers that have no experts although their turn has come
-    first_layer: int = 0  # first sparse layer
-    every: int = 1  # sparse layers are first_layer, first_layer + every, ...
-
-    __pydantic_config__ = STRICT
-
-    def __post_init__(self) -> None:
-        _positive(self, "every")
-        if self.shared_gate and self.shared is None:
-            raise RecipeError(
-                "moe.shared_gate: true; there is no shared expert to gate; describe moe.shared, or drop it"
-            )
-        if self.first_layer < 0:
-            raise RecipeError(f"moe.first_layer: {self.first_layer}; layers count from 0; raise it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,9 +70,9 @@ class Architecture:
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        _positive(self, "vocab_size", "d_model", "num_layers", "norm_eps", "init_std")
-        _positive(self, "embedding_scale", "residual_scale", "logit_divisor")
-        _one_of(self, "norm", ("rmsnorm", "layernorm"))
+        check_positive(self, "vocab_size", "d_model", "num_layers", "norm_eps", "init_std")
+        check_positive(self, "embedding_scale", "residual_scale", "logit_divisor")
+        check_one_of(self, "norm", ("rmsnorm", "layernorm"))
         self._check_local_layers()
         self._check_encoder()
         if self.moe and not self.sparse_layers:
@@ -580,16 +233,3 @@ def _nested(kind: Any, values: Any) -> type | None:
         return len(typing.get_type_hints(cls).keys() & keys), -len(needed - keys)
 
     return max(classes, key=fit, default=None)
-
-
-def _positive(spec: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(spec, name)
-        if not value > 0:
-            raise RecipeError(f"model {name}: {value}; must be positive; raise it")
-
-
-def _one_of(spec: Any, name: str, known: tuple[str, ...]) -> None:
-    value = getattr(spec, name)
-    if value not in known:
-        raise RecipeError(f"model {name}: {value!r}; {did_you_mean(str(value), known)}")

@@ -9,14 +9,9 @@ from moe_zoo.spec.accounting import (
     training_flops_per_token,
     weight_bytes,
 )
-from moe_zoo.spec.architecture import (
-    Architecture,
-    AttentionSpec,
-    FeedForwardSpec,
-    LatentAttentionSpec,
-    RelativeAttentionSpec,
-    RouterSpec,
-)
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import AttentionSpec, LatentAttentionSpec, RelativeAttentionSpec
+from moe_zoo.spec.feed_forward import FeedForwardSpec, RouterSpec
 
 SEQ_LEN = 4096  # of the FLOPs in tables
 WORLDS = (1, 8, 64, 512, 4096)

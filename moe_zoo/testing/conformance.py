@@ -19,7 +19,7 @@ from moe_zoo.models.causal_lm import MoeZooForCausalLM
 from moe_zoo.models.families import FAMILIES
 from moe_zoo.models.hub import load
 from moe_zoo.models.mapping import UpstreamWeights
-from moe_zoo.models.upstream import family_that_fits
+from moe_zoo.models.saving import family_that_fits
 from moe_zoo.models.weight_files import WeightFiles
 from moe_zoo.spec.accounting import num_parameters
 

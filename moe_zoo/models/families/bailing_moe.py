@@ -22,7 +22,9 @@ from moe_zoo.models.families.base import (
     rope_back,
     swiglu,
 )
-from moe_zoo.spec.architecture import Architecture, AttentionSpec, MoESpec, RouterSpec
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import AttentionSpec
+from moe_zoo.spec.feed_forward import MoESpec, RouterSpec
 
 CODE = "BailingMoeV2ForCausalLM"  # Ling 1 has the same model_type and another router
 

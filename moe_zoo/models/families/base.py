@@ -12,16 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from moe_zoo.spec.architecture import (
-    Architecture,
-    AttentionSpec,
-    FeedForwardSpec,
-    LatentAttentionSpec,
-    MoESpec,
-    RopeScaling,
-    RouterSpec,
-)
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import AttentionSpec, LatentAttentionSpec, RopeScaling
 from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.spec.feed_forward import FeedForwardSpec, MoESpec, RouterSpec
 
 
 class Rule(NamedTuple):

@@ -5,8 +5,9 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from moe_zoo.models.families.base import BLOCK, LAYER, Rule, swiglu
-from moe_zoo.spec.architecture import Architecture, MoESpec, RouterSpec
+from moe_zoo.spec.architecture import Architecture
 from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.spec.feed_forward import MoESpec, RouterSpec
 
 BIAS_RULE = Rule(LAYER + "mlp.gate.e_score_correction_bias", BLOCK + "feed_forward.router.selection_bias")
 

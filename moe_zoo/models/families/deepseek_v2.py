@@ -6,7 +6,8 @@ from transformers import PretrainedConfig
 
 from moe_zoo.models.families.base import Family, common, common_numbers, moe_rules, swiglu
 from moe_zoo.models.families.latent import LATENT_RULES, latent_attention, latent_back, query_rules
-from moe_zoo.spec.architecture import Architecture, MoESpec, RouterSpec
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.feed_forward import MoESpec, RouterSpec
 
 
 def read(config: PretrainedConfig) -> Architecture:

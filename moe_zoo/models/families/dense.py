@@ -22,7 +22,8 @@ from moe_zoo.models.families.base import (
     windows,
     windows_back,
 )
-from moe_zoo.spec.architecture import Architecture, AttentionSpec
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import AttentionSpec
 
 
 def _read(config: PretrainedConfig, **attention: bool) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from transformers import PretrainedConfig
 
 from moe_zoo.models.families.base import LLAMA_RULES, Family, common, common_back, heads, moe_rules, swiglu
 from moe_zoo.models.families.deepseek import BIAS_RULE, biased_moe, biased_moe_back
-from moe_zoo.spec.architecture import Architecture, AttentionSpec
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import AttentionSpec
 
 
 def read(config: PretrainedConfig) -> Architecture:

@@ -21,7 +21,9 @@ from moe_zoo.models.families.base import (
     windows_back,
 )
 from moe_zoo.ops.experts import QUICK
-from moe_zoo.spec.architecture import Architecture, AttentionSpec, FeedForwardSpec, MoESpec, RouterSpec
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import AttentionSpec
+from moe_zoo.spec.feed_forward import FeedForwardSpec, MoESpec, RouterSpec
 
 
 def read(config: PretrainedConfig) -> Architecture:

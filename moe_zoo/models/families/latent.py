@@ -6,7 +6,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from moe_zoo.models.families.base import BLOCK, LAYER, LLAMA_RULES, Rule, mscale, rope_back, scaling_of
-from moe_zoo.spec.architecture import Architecture, LatentAttentionSpec, RopeScaling
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import LatentAttentionSpec, RopeScaling
 
 LATENT_RULES = (
     *(rule for rule in LLAMA_RULES if "self_attn" not in rule.theirs),

@@ -24,7 +24,9 @@ from moe_zoo.models.families.base import (
     refused,
     swiglu,
 )
-from moe_zoo.spec.architecture import Architecture, AttentionSpec, MoESpec, RouterSpec
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import AttentionSpec
+from moe_zoo.spec.feed_forward import MoESpec, RouterSpec
 
 
 def read(config: PretrainedConfig) -> Architecture:

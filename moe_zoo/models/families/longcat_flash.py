@@ -21,7 +21,8 @@ from moe_zoo.models.families.base import (
     swiglu,
 )
 from moe_zoo.models.families.latent import LATENT_RULES, QUERY, latent_attention, latent_back
-from moe_zoo.spec.architecture import Architecture, MoESpec, RouterSpec
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.feed_forward import MoESpec, RouterSpec
 
 # What published files say beside transformers, which reads none of it and computes as if it were so.
 ASSUMED = {

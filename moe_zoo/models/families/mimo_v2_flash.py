@@ -22,7 +22,9 @@ from moe_zoo.models.families.base import (
     windows_back,
 )
 from moe_zoo.models.families.deepseek import BIAS_RULE, biased_router, biased_router_back
-from moe_zoo.spec.architecture import Architecture, AttentionSpec, MoESpec
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import AttentionSpec
+from moe_zoo.spec.feed_forward import MoESpec
 
 FULL, LOCAL = "full_attention", "sliding_attention"
 

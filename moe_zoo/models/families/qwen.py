@@ -5,7 +5,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from moe_zoo.models.families.base import swiglu
-from moe_zoo.spec.architecture import Architecture, FeedForwardSpec, MoESpec, RouterSpec
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.feed_forward import FeedForwardSpec, MoESpec, RouterSpec
 
 
 def qwen_moe(config: PretrainedConfig, shared: FeedForwardSpec | None = None) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from moe_zoo.models.families.base import (
     windows_back,
 )
 from moe_zoo.models.families.qwen import qwen_moe, qwen_moe_back
-from moe_zoo.spec.architecture import Architecture, AttentionSpec
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import AttentionSpec
 
 
 def read(config: PretrainedConfig) -> Architecture:

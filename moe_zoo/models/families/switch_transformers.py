@@ -12,15 +12,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from moe_zoo.models.families.base import Family, Rule, refused
-from moe_zoo.spec.architecture import (
-    Architecture,
-    EncoderSpec,
-    FeedForwardSpec,
-    MoESpec,
-    RelativeAttentionSpec,
-    RouterSpec,
-)
+from moe_zoo.spec.architecture import Architecture, EncoderSpec
+from moe_zoo.spec.attention import RelativeAttentionSpec
 from moe_zoo.spec.errors import CheckpointError
+from moe_zoo.spec.feed_forward import FeedForwardSpec, MoESpec, RouterSpec
 
 ROW_LEN = 512
 ACTIVATIONS = ("relu", "gelu", "silu")

@@ -17,8 +17,10 @@ from moe_zoo.models.surgery import (
     split_experts,
     upcycle,
 )
-from moe_zoo.spec.architecture import Architecture, AttentionSpec, FeedForwardSpec, MoESpec, RouterSpec
+from moe_zoo.spec.architecture import Architecture
+from moe_zoo.spec.attention import AttentionSpec
 from moe_zoo.spec.errors import MoeZooError
+from moe_zoo.spec.feed_forward import FeedForwardSpec, MoESpec, RouterSpec
 
 EXACT = 1e-5
 ROUTERS = {

@@ -14,7 +14,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import moe_zoo
 from moe_zoo.models.hub import from_architecture
 from moe_zoo.models.init import initialize
-from moe_zoo.models.upstream import family_that_fits, with_decoder
+from moe_zoo.models.saving import family_that_fits
+from moe_zoo.models.upstream import with_decoder
 from moe_zoo.spec.errors import CheckpointError
 from tests.unit.models.test_families import DEEPSEEK, LATENT, LONGCAT, QWEN, theirs
 
