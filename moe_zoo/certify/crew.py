@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_zoo.certify.measure import Deviation
-from moe_zoo.testing import RankError, run_distributed
+from moe_zoo.comm.rank_pool import RankError, run_distributed
 
 Measurement = Callable[..., list[Deviation]]
 Around = Callable[[], AbstractContextManager]

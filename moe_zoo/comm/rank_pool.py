@@ -68,7 +68,7 @@ class _Pool:
         results: dict[int, Any] = {}
         while len(results) < len(self.pipes):
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
-            ready = wait(list(waiting), timeout=timeout_s + GRACE_S)
+            ready: list[Any] = wait(list(waiting), timeout=timeout_s + GRACE_S)
             if not ready:
                 raise TimeoutError(f"ranks {list(waiting.values())} did not answer within {timeout_s} s")
             answers = {waiting[pipe]: _receive(pipe) for pipe in ready}
@@ -137,7 +137,7 @@ def _run_once(
 def _forget_groups() -> None:
     """What libraries remember of process groups that go now. The next ones may bear the same names."""
     if deepspeed_comm := sys.modules.get("deepspeed.comm.comm"):
-        deepspeed_comm.cdb = None
+        vars(deepspeed_comm)["cdb"] = None
     if "torch.distributed.tensor" in sys.modules:  # to DTensors, meshes of the same ranks are equal
         from torch.distributed.tensor import _redistribute, debug
 
