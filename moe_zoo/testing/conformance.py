@@ -139,7 +139,7 @@ def family_recipe(model_type: str, values: dict[str, Any], **parallel: Any) -> A
     if model_type in WITHOUT_HEAD_DIM:
         values.pop("head_dim", None)
     architecture = family.read(family.make_config(values))
-    router = architecture.moe.router
+    is_biased = architecture.moe is not None and architecture.moe.router.selection_bias
     return Recipe.from_dict(
         {
             "name": model_type,
@@ -147,7 +147,10 @@ def family_recipe(model_type: str, values: dict[str, Any], **parallel: Any) -> A
             "data": {"path": "none", "tokenizer": "none", "seq_len": 16},
             "train": {"steps": 3, "global_batch": 8},
             "optim": {"lr": 1e-2},
-            "balance": {"method": "bias" if router.selection_bias else "aux_loss", "z_coefficient": 0.01},
+            "balance": {
+                "method": "bias" if is_biased else "aux_loss" if architecture.moe else "none",
+                "z_coefficient": 0.01,
+            },
             "parallel": parallel,
             "log": {"wandb": "off"},
         }
