@@ -57,9 +57,7 @@ ENCODER_DECODERS = [
 def test_bytes_of_an_encoder_decoder(parallel, world):
     changes = {f"parallel__{key}": value for key, value in parallel.items()}
     changes |= {"train__micro_batches": 4} if "pp" in parallel else {}
-    changes["model__moe__router"] = {
-        "num_experts": 6
-    }  # a capacity asks for the choices of whole rows, a few hundred bytes
+    changes["model__moe__router"] = {"num_experts": 6}  # a capacity would ask for the choices of whole rows as well
     changes |= {"model__encoder": {"num_layers": 2, "extra_ffn": True}, "model__tie_embeddings": False}
     compare(encdec_recipe("fsdp", **changes), world)
 

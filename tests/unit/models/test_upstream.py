@@ -244,9 +244,13 @@ def test_layers_behind_the_last_are_left_out_only_where_the_config_has_them(fold
 @pytest.mark.parametrize("name", ["model.mtp.layers.0.x.weight", "model.mtp_block.0.x.weight"])  # MiMo, ERNIE
 def test_heads_that_predict_further_tokens_are_left_out(tmp_path, name):
     theirs("qwen3_moe", QWEN).save_pretrained(tmp_path)
+    ids = torch.tensor([[3, 4, 5]])
+    without = moe_zoo.load(tmp_path)(ids).logits
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {name: torch.zeros(1)}, tmp_path / "model.safetensors")
-    moe_zoo.load(tmp_path)
+    assert torch.equal(moe_zoo.load(tmp_path)(ids).logits, without)
+    save_file(tensors | {name.replace("mtp", "other"): torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert "qwen3_moe has no such weight" in refusal(tmp_path)
 
 
 def test_a_head_that_config_ties_and_the_files_do_not(tmp_path):
